@@ -55,7 +55,7 @@ bool has_grouped_gemm(at::Device) { return false; }
 at::Tensor grouped_gemm(const char* op, const GroupedOperands& operands) {
   TORCH_CHECK(false, op, ": needs a GPU of compute capability 9.0, got ", operands.a.device());
 }
-GroupCodes quantize_groups(const at::Tensor&, const Format&, OperandRole, Orientations,
+GroupCodes quantize_groups(const GivenOperand&, const Format&, OperandRole, Orientations,
                            const RowGroups&, const DelayedAmax&) {
   no_cuda("quantize an activation");
 }
@@ -133,6 +133,9 @@ bool has_every_fp8_gemm(at::Device) { return false; }
 bool can_quantize_swiglu_backward(const at::Tensor&, const SwigluBackwardRequest&) { return false; }
 
 QuantizedMatrix quantize_activation(const at::Tensor&, const OperandRequest&, at::Tensor&) {
+  no_cuda("quantize an activation");
+}
+QuantizedMatrix repack_activation(const QuantizedMatrix&, const OperandRequest&) {
   no_cuda("quantize an activation");
 }
 QuantizedMatrix quantize_cached_activation(const SharedInput&, const at::Tensor&,

@@ -90,6 +90,27 @@ std::optional<RowWindow> rows_of_their_own(const at::Tensor& x) {
   return has_them ? row_window(x) : std::nullopt;
 }
 
+std::optional<ArrivedOperand> arrived_operand(const at::Tensor& x, const Format& format,
+                                              const char* op) {
+  const auto rows = rows_of_their_own(x);
+  if (!rows) return std::nullopt;
+  const BufferPtr& buffer = impl_of(x).buffer();
+  const Layout& layout = buffer->layout();
+  if (format.activations.row_format != layout.format) {
+    record_dequantized(*layout.format, op);
+    return std::nullopt;
+  }
+  ensure_codes_current(buffer, op);
+  return ArrivedOperand({layout, buffer->planes().image(), at::Tensor(), rows->first}, rows->count,
+                        x.options());
+}
+
+GivenOperand given_operand(const at::Tensor& x, const Format& format, const char* op) {
+  if (auto arrived = arrived_operand(x, format, op)) return *std::move(arrived);
+  const at::Tensor values = has_key(x) ? value_of(x) : x;
+  return values.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
+}
+
 at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
   if (!has_key(tensor)) return tensor;
   const BufferPtr& buffer = impl_of(tensor).buffer();
@@ -152,15 +173,17 @@ bool shapes_fit(const at::Tensor& a, const at::Tensor& b) {
 std::optional<at::Tensor> product_with_weight(const at::Tensor& a, const at::Tensor& b,
                                               const std::optional<at::Tensor>& bias,
                                               const char* op) {
-  if (has_key(a) || !has_key(b) || !shapes_fit(a, b)) return std::nullopt;
+  const bool is_operand = !has_key(a) || rows_of_their_own(a);
+  if (!is_operand || !has_key(b) || !shapes_fit(a, b)) return std::nullopt;
   const bool is_transposed = is_row_window(b.t());
   if (!is_transposed && !is_row_window(b)) return std::nullopt;
   check_same_dtype(a, b, op);
   c10::OptionalDeviceGuard device_guard(b.device());
-  const PlainOperand operand(a);
-  if (is_transposed) return linear_forward(operand, linear_weight(b.t(), op), bias, false).output;
+  const LinearWeight weight = linear_weight(is_transposed ? b.t() : b, op);
+  const GivenOperand operand = given_operand(a, *weight.codes.format, op);
+  if (is_transposed) return linear_forward(*operand, weight, bias, false).output;
   const at::Tensor product =
-      linear_backward({.grad = &operand, .needs_input = true}, linear_weight(b, op)).grad_input;
+      linear_backward({.grad = &*operand, .needs_input = true}, weight).grad_input;
   return bias ? product + *bias : product;
 }
 
@@ -199,8 +222,9 @@ at::Tensor grouped_mm(const at::Tensor& a, const at::Tensor& b,
   check_same_dtype(a, b, kOp);
   check_groups(a, weight, *offs, kOp);
   c10::OptionalDeviceGuard device_guard(b.device());
-  return grouped_forward(a, expert_weights(weight, kOp), {offs->contiguous()},
-                         /*weight_only=*/false)
+  const ExpertWeights experts = expert_weights(weight, kOp);
+  return grouped_forward(given_operand(a, *experts.stack.codes.format, kOp), experts,
+                         {offs->contiguous()}, /*weight_only=*/false)
       .output;
 }
 
@@ -215,8 +239,8 @@ bool multiplies_experts(const at::Tensor& x, const at::Tensor& weight,
                         const std::optional<at::Tensor>& offs,
                         const std::optional<at::Tensor>& bias,
                         std::optional<at::ScalarType> out_dtype) {
-  const bool is_plain = !has_key(x) && x.dim() == 2 && offs && offs->defined() && !has_key(*offs) &&
-                        !(bias && bias->defined()) &&
+  const bool is_plain = (!has_key(x) || rows_of_their_own(x)) && x.dim() == 2 && offs &&
+                        offs->defined() && !has_key(*offs) && !(bias && bias->defined()) &&
                         out_dtype.value_or(x.scalar_type()) == x.scalar_type();
   return is_plain && (is_stack(weight) || is_transposed_stack(weight));
 }

@@ -33,6 +33,12 @@ bool is_transposed_stack(const at::Tensor& tensor);
 /// The rows of a tensor whose value are codes that hold all that each row stands for: no master,
 /// and no scales beside the rows.
 std::optional<RowWindow> rows_of_their_own(const at::Tensor& x);
+/// Such rows (..., K) to meet a weight of `format`; none where its GEMMs would not read them, which
+/// backend_report() lists.
+std::optional<ArrivedOperand> arrived_operand(const at::Tensor& x, const Format& format,
+                                              const char* op);
+/// The same, or else the value of x, as a matrix.
+GivenOperand given_operand(const at::Tensor& x, const Format& format, const char* op);
 
 /// @throws c10::Error naming `op` unless x is (T, in) beside the weight (experts, out, in), and
 /// offs int32 (experts,) beside both.

@@ -16,6 +16,19 @@ __device__ __forceinline__ void store_tensor_scale(const ActivationTask& task, f
 /// Whether fp32 bits of a magnitude are a NaN's.
 __device__ __forceinline__ bool is_nan(uint32_t amax) { return amax > kInfBits; }
 
+/// scale_inv of a block of 128x128 transposed codes, the `block`-th along their rows. The last one
+/// fills what cuBLASLt pads a row of blocks by.
+__device__ __forceinline__ void store_square_scale(const ActivationTask& task, int64_t block,
+                                                   int64_t row_of_blocks, float scale_inv) {
+  if (threadIdx.x >= 4) return;
+  const int64_t blocks = task.m_padded_t / kTile;
+  const int64_t pitch = (blocks + 3) / 4 * 4;
+  const int64_t at = block + threadIdx.x;
+  if (threadIdx.x == 0 || (block + 1 == blocks && at < pitch)) {
+    task.scale_inv_t[row_of_blocks * pitch + at] = threadIdx.x == 0 ? scale_inv : 0.f;
+  }
+}
+
 /// E4M3 codes of the transposed tile by one scale, which is the tile's.
 template <typename Value, int kThreads>
 __device__ __forceinline__ void store_square_columns(
@@ -24,15 +37,7 @@ __device__ __forceinline__ void store_square_columns(
   constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
   const uint32_t amax = max_of_block<kThreads>(largest_of<Value, kRows>(tile.values));
   const float scale = scale_from_amax(__uint_as_float(amax), kE4M3Max, task.power_of_two);
-  if (threadIdx.x < 4) {  // the last tile of a row of blocks fills what cuBLASLt pads it by
-    const int64_t blocks = task.m_padded_t / kTile;
-    const int64_t block = tile_row / kTile + threadIdx.x;
-    const int64_t pitch = (blocks + 3) / 4 * 4;
-    if (threadIdx.x == 0 || (tile_row / kTile + 1 == blocks && block < pitch)) {
-      task.scale_inv_t[tile_col / kTile * pitch + block] =
-          threadIdx.x == 0 ? inverse_scale(scale) : 0.f;
-    }
-  }
+  store_square_scale(task, tile_row / kTile, tile_col / kTile, inverse_scale(scale));
   tile.template store_columns<E4M3>(task, tile_row, tile_col, shared, is_nan(amax),
                                     [&](int) { return scale; });
 }

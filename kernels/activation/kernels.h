@@ -68,6 +68,21 @@ cudaError_t launch_row_tiles(const int32_t* offs, int64_t groups, int64_t total,
 cudaError_t launch_quantize_groups_in_blocks(const ActivationTask& task, const RowTile* tiles,
                                              int64_t count, DType value_dtype, cudaStream_t stream);
 
+/// Rows of E4M3 codes that hold their scales: E8M0 for 1x128, from `scale_offset` on.
+struct CodedRows {
+  const uint8_t* image = nullptr;  // at a multiple of 16 bytes
+  int64_t pitch = 0;               // bytes from row to row, a multiple of 16
+  int64_t scale_offset = 0;
+};
+
+/// Does what launch_quantize_activation_in_blocks does, of rows that are codes already: these stay
+/// as they are, and of the columns' each 128x128 have the largest scale of their rows (those of
+/// zeros do not count), for 1x128, too. Without `codes`, their scale_inv may be asked for alone.
+cudaError_t launch_repack(const CodedRows& rows, const ActivationTask& task, cudaStream_t stream);
+/// So launch_quantize_groups_in_blocks.
+cudaError_t launch_repack_groups(const CodedRows& rows, const ActivationTask& task,
+                                 const RowTile* tiles, int64_t count, cudaStream_t stream);
+
 /// What one scale for each group is made of; device memory (groups,) each.
 struct GroupScales {
   int64_t groups = 0;

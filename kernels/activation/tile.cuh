@@ -176,6 +176,19 @@ struct ActivationTile {
     store_transposed(task, tile_row, tile_col, shared);
   }
 
+  /// Writes codes that the thread has of its rows.
+  __device__ void store_codes(const ActivationTask& task, int64_t tile_row, int64_t tile_col,
+                              const VectorBytes<E4M3, Value> (&codes)[kRows]) const {
+    const int64_t c = tile_col + col;
+    if (c >= task.k_padded) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t r = tile_row + row + i;
+      if (r >= task.rows_written) return;
+      store_bytes(task.codes + r * task.k_padded + c, codes[i]);
+    }
+  }
+
  private:
   template <typename Run>
   __device__ static void with(bool has_nan, const Run& run) {
@@ -210,18 +223,6 @@ struct ActivationTile {
     square[1] = __byte_perm(ab_low, cd_low, 0x7632);
     square[2] = __byte_perm(ab_high, cd_high, 0x5410);
     square[3] = __byte_perm(ab_high, cd_high, 0x7632);
-  }
-
-  __device__ void store_codes(const ActivationTask& task, int64_t tile_row, int64_t tile_col,
-                              const VectorBytes<E4M3, Value> (&codes)[kRows]) const {
-    const int64_t c = tile_col + col;
-    if (c >= task.k_padded) return;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t r = tile_row + row + i;
-      if (r >= task.rows_written) return;
-      store_bytes(task.codes + r * task.k_padded + c, codes[i]);
-    }
   }
 
   /// Codes of the thread's j-th column, four to a word.

@@ -42,6 +42,35 @@ void check_bytes(const at::Tensor& bytes, int64_t numel, const RowGroups& groups
                           c10::toString(bytes.scalar_type()), bytes.sizes(), bytes.device().str()));
 }
 
+/// Codes of rows stay where they are; their scales are written as the GEMM reads them.
+GroupCodes arrived_groups(const ArrivedOperand& x, const Format& format, OperandRole role,
+                          Orientations orientations, const RowGroups& groups) {
+  const int64_t total = x.sizes()[0], k = x.sizes()[1];
+  const auto [rows, columns] = orientations;
+  const GroupImage image(format, role, total, k, {.columnwise = columns}, groups, x.device());
+  GroupCodes made = image.codes();
+  cuda::ActivationTask task = image.task();
+  if (rows) {
+    made.rows = x.image().image.operand().narrow(1, 0, round_up(k, 16)).view(at::kFloat8_e4m3fn);
+    task.m_padded = round_up(total, 16);
+    task.rows_written = task.m_padded;
+    made.row_scales = at::empty({ceil_div(k, 128), task.m_padded},
+                                at::TensorOptions().dtype(at::kFloat).device(x.device()));
+    task.scale_inv = made.row_scales.mutable_data_ptr<float>();
+  }
+  const cuda::CodedRows from = cuda::coded_rows(x.image());
+  const auto stream = static_cast<cudaStream_t>(current_stream(x.device()).handle);
+  if (columns) {
+    const at::Tensor places = row_tiles(groups, total, stream);
+    cuda::check_launch(cuda::launch_repack_groups(
+        from, task, reinterpret_cast<const cuda::RowTile*>(places.const_data_ptr<int32_t>()),
+        image.tiles(), stream));
+  } else {  // whose scales each row has of its own
+    cuda::check_launch(cuda::launch_repack(from, task, stream));
+  }
+  return made;
+}
+
 }  // namespace
 
 at::Tensor row_tiles(const RowGroups& groups, int64_t total, cudaStream_t stream) {
@@ -126,16 +155,19 @@ GroupCodes restored_codes(const at::Tensor& rows, const at::Tensor& columns, con
   return made;
 }
 
-GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRole role,
+GroupCodes quantize_groups(const GivenOperand& x, const Format& format, OperandRole role,
                            Orientations orientations, const RowGroups& groups,
                            const DelayedAmax& delayed) {
-  const at::Tensor values = x.contiguous();
+  if (x.arrived() != nullptr && x.arrived()->meets(format)) {
+    return arrived_groups(*x.arrived(), format, role, orientations, groups);
+  }
+  const at::Tensor values = x.values().contiguous();
   const int64_t total = values.size(0), k = values.size(1);
-  const GroupImage image(format, role, total, k, orientations, groups, x.device());
+  const GroupImage image(format, role, total, k, orientations, groups, x->device());
   GroupCodes made = image.codes();
   cuda::ActivationTask task = image.task();
   task.values = values.const_data_ptr();
-  const auto stream = static_cast<cudaStream_t>(current_stream(x.device()).handle);
+  const auto stream = static_cast<cudaStream_t>(current_stream(x->device()).handle);
   const DType dtype = value_dtype(values.scalar_type());
   const bool by_group = cuda::has_one_scale(format);
   at::Tensor places;

@@ -7,6 +7,7 @@
 
 #include "kernels/grouped/expert_weights.h"
 #include "kernels/grouped/row_groups.h"
+#include "kernels/linear/operand_producer.h"
 #include "kernels/scaling/scaling_state.h"
 
 namespace qshard {
@@ -26,10 +27,10 @@ struct GroupCodes {
   at::Tensor saved = {};         // and of the columns: restored_codes takes both
 };
 
-/// Quantizes each expert's rows by themselves, in the orientations asked for. `format`: of the
-/// weight. `delayed`: delayed scaling of all experts' rows, if it is the format's; it collects the
-/// largest amax.
-GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRole role,
+/// Quantizes each expert's rows by themselves, in the orientations asked for; codes that arrived
+/// stay as they are. `format`: of the weight. `delayed`: delayed scaling of all experts' rows, if
+/// it is the format's; it collects the largest amax.
+GroupCodes quantize_groups(const GivenOperand& x, const Format& format, OperandRole role,
                            Orientations orientations, const RowGroups& groups,
                            const DelayedAmax& delayed);
 

@@ -24,7 +24,7 @@ struct Rows {
   int64_t first = 0;
   int64_t count = 0;
 
-  at::Tensor of(const at::Tensor& matrix) const { return matrix.narrow(0, first, count); }
+  GivenOperand of(const GivenOperand& matrix) const { return matrix.narrowed(first, count); }
 };
 
 /// The host waits for the device that has `offs`.
@@ -69,14 +69,13 @@ class Products {
   std::vector<at::Tensor> parts_;
 };
 
-at::Tensor forward_of_one(const at::Tensor& x, const ExpertWeights& weights, int64_t expert,
+at::Tensor forward_of_one(const GivenOperand& x, const ExpertWeights& weights, int64_t expert,
                           bool weight_only, GradientRounding& rounding) {
-  const PlainOperand operand(x);
   const LinearWeight weight = weights.matrix(expert);
   if (!weights.transposed) {
-    return linear_forward(operand, weight, std::nullopt, false, weight_only).output;
+    return linear_forward(*x, weight, std::nullopt, false, weight_only).output;
   }
-  return linear_backward({.grad = &operand,
+  return linear_backward({.grad = &*x,
                           .needs_input = true,
                           .weight_only = weight_only,
                           .rounding = &rounding,
@@ -87,33 +86,29 @@ at::Tensor forward_of_one(const at::Tensor& x, const ExpertWeights& weights, int
 
 /// The gradients where the matrix lies as (in, out). Its own is that of a plain product, as torch's
 /// matmul with a transposed weight computes it.
-LinearBackward backward_of_transposed(const GroupedBackwardTask& task, const at::Tensor& grad,
-                                      const at::Tensor& input, const ExpertWeights& weights,
+LinearBackward backward_of_transposed(const GroupedBackwardTask& task, const GivenOperand& grad,
+                                      const GivenOperand& input, const ExpertWeights& weights,
                                       int64_t expert) {
   LinearBackward made;
   if (task.needs_input) {
-    const PlainOperand operand(grad);
     made.grad_input =
-        linear_forward(operand, weights.matrix(expert), std::nullopt, false, task.weight_only)
-            .output;
+        linear_forward(*grad, weights.matrix(expert), std::nullopt, false, task.weight_only).output;
   }
   if (input.defined()) {
     made.grad_weight =
-        at::mm(input.t(), grad.to(input.scalar_type())).to(task.weight_grad_dtype).t();
+        at::mm(input.values().t(), grad.values().to(input->dtype())).to(task.weight_grad_dtype).t();
   }
   return made;
 }
 
-LinearBackward backward_of_one(const GroupedBackwardTask& task, const at::Tensor& grad,
-                               const at::Tensor& input, const at::Tensor& sum,
+LinearBackward backward_of_one(const GroupedBackwardTask& task, const GivenOperand& grad,
+                               const GivenOperand& input, const at::Tensor& sum,
                                const ExpertWeights& weights, int64_t expert,
                                GradientRounding& rounding) {
   if (weights.transposed) return backward_of_transposed(task, grad, input, weights, expert);
-  const PlainOperand gradient(grad);
-  const PlainOperand operand(input.defined() ? input : grad);
-  return linear_backward({.grad = &gradient,
+  return linear_backward({.grad = &*grad,
                           .needs_input = task.needs_input,
-                          .input = input.defined() ? &operand : nullptr,
+                          .input = input.defined() ? &*input : nullptr,
                           .weight_grad_dtype = task.weight_grad_dtype,
                           .sum = sum,
                           .weight_only = task.weight_only,
@@ -137,10 +132,10 @@ void collect_amax(const at::Tensor& x, const RowGroups& groups, const DelayedAma
   qshard::collect_amax(live, delayed);
 }
 
-at::Tensor forward_of_each(const at::Tensor& x, const ExpertWeights& weights,
+at::Tensor forward_of_each(const GivenOperand& x, const ExpertWeights& weights,
                            const RowGroups& groups, bool weight_only) {
-  const int64_t total = x.size(0);
-  Products outputs(total, weights.out_features(), x.options());
+  const int64_t total = x.rows();
+  Products outputs(total, weights.out_features(), x->options());
   GradientRounding rounding;
   for (const Rows& rows : rows_of_experts(groups, total)) {
     if (rows.count > 0) {
@@ -152,16 +147,16 @@ at::Tensor forward_of_each(const at::Tensor& x, const ExpertWeights& weights,
 
 LinearBackward backward_of_each(const GroupedBackwardTask& task, const ExpertWeights& weights,
                                 const RowGroups& groups) {
-  const at::Tensor& grad = task.grad;
-  const int64_t total = grad.size(0);
+  const GivenOperand& grad = task.grad;
+  const int64_t total = grad.rows();
   LinearBackward result;
   if (task.input.defined()) {
     result.grad_weight =
         task.sum.defined()
             ? task.sum
-            : empty_weight_gradient(weights, grad.options().dtype(task.weight_grad_dtype));
+            : empty_weight_gradient(weights, grad->options().dtype(task.weight_grad_dtype));
   }
-  Products grad_inputs(total, weights.in_features(), grad.options());
+  Products grad_inputs(total, weights.in_features(), grad->options());
   GradientRounding rounding;
   for (const Rows& rows : rows_of_experts(groups, total)) {
     at::Tensor own;
@@ -170,7 +165,7 @@ LinearBackward backward_of_each(const GroupedBackwardTask& task, const ExpertWei
       if (own.defined() && !task.sum.defined()) own.zero_();
       continue;
     }
-    const at::Tensor input = task.input.defined() ? rows.of(task.input) : at::Tensor();
+    const GivenOperand input = task.input.defined() ? rows.of(task.input) : GivenOperand();
     const at::Tensor sum = task.sum.defined() ? own : at::Tensor();
     LinearBackward made =
         backward_of_one(task, rows.of(grad), input, sum, weights, rows.expert, rounding);
@@ -192,20 +187,21 @@ at::Tensor weight_gradient_of_codes(const GroupedBackwardTask& task, const Group
   const Format& format = *weight.codes.format;
   const GroupCodes input =
       task.input_is_codes
-          ? restored_codes({}, task.input, format, OperandRole::kInput, task.grad.size(0),
+          ? restored_codes({}, task.input.values(), format, OperandRole::kInput, task.grad.rows(),
                            weight.codes.cols, groups)
           : quantize_groups(task.input, format, OperandRole::kInput, {.columnwise = true}, groups,
                             delayed_input_amax(weight));
-  return multiply_columns(grad, input, task.grad.size(0), groups, task.weight_grad_dtype, task.sum);
+  return multiply_columns(grad, input, task.grad.rows(), groups, task.weight_grad_dtype, task.sum);
 }
 
 /// The same on values, which lies as the matrices do.
 at::Tensor weight_gradient_of_values(const GroupedBackwardTask& task, const ExpertWeights& weights,
                                      const RowGroups& groups) {
-  const at::Tensor input = task.input.to(task.grad.scalar_type());
+  const at::Tensor grad = task.grad.values();
+  const at::Tensor input = task.input.values().to(grad.scalar_type());
   const auto dtype = task.weight_grad_dtype;
-  if (!weights.transposed) return multiply_transposed(task.grad, input, groups, dtype, task.sum);
-  const at::Tensor made = multiply_transposed(input, task.grad, groups, dtype, {}).transpose(1, 2);
+  if (!weights.transposed) return multiply_transposed(grad, input, groups, dtype, task.sum);
+  const at::Tensor made = multiply_transposed(input, grad, groups, dtype, {}).transpose(1, 2);
   if (!task.sum.defined()) return made;
   at::Tensor out = task.sum;
   return out.add_(made);
@@ -230,7 +226,7 @@ bool can_save_expert_codes(const at::Tensor& x, const ExpertWeights& weights, bo
              static_cast<int64_t>(x.nbytes()) * 3 / 4;
 }
 
-GroupedForward grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
+GroupedForward grouped_forward(const GivenOperand& x, const ExpertWeights& weights,
                                const RowGroups& groups, bool weight_only, bool saves_input) {
   const Format& format = *weights.stack.codes.format;
   const GroupedPath path = record_path(GemmDirection::kForward, x, weights, weight_only);
@@ -242,12 +238,12 @@ GroupedForward grouped_forward(const at::Tensor& x, const ExpertWeights& weights
       const Orientations made{.rowwise = true, .columnwise = saves_input};
       const GroupCodes codes =
           SharedGroupCodes::of_input(x, format, made, groups, delayed_input_amax(weights.stack));
-      return {multiply_by_codes(codes, weights, groups, weights.transposed, x.scalar_type()),
+      return {multiply_by_codes(codes, weights, groups, weights.transposed, x->dtype()),
               codes.saved};
     }
     case GroupedPath::kValues:
-      if (!weight_only) collect_amax(x, groups, delayed_input_amax(weights.stack));
-      return {multiply_by_values(x, weights, groups, weights.transposed), {}};
+      if (!weight_only) collect_amax(x.values(), groups, delayed_input_amax(weights.stack));
+      return {multiply_by_values(x.values(), weights, groups, weights.transposed), {}};
     case GroupedPath::kEach:
       break;
   }
@@ -257,7 +253,7 @@ GroupedForward grouped_forward(const at::Tensor& x, const ExpertWeights& weights
 LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWeights& weights,
                                 const RowGroups& groups) {
   const Format& format = *weights.stack.codes.format;
-  const at::Tensor& grad = task.grad;
+  const GivenOperand& grad = task.grad;
   const auto path = [&](GemmDirection direction) {
     return record_path(direction, grad, weights, task.weight_only);
   };
@@ -281,16 +277,17 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
                                           delayed_gradient_amax(weights.stack));
     if (codes.rowwise) {
       result.grad_input =
-          multiply_by_codes(quantized, weights, groups, !weights.transposed, grad.scalar_type());
+          multiply_by_codes(quantized, weights, groups, !weights.transposed, grad->dtype());
     }
     if (codes.columnwise) {
       result.grad_weight = weight_gradient_of_codes(task, quantized, weights.stack, groups);
     }
   }
   if (for_input == GroupedPath::kValues || for_weight == GroupedPath::kValues) {
-    if (!task.weight_only) collect_amax(grad, groups, delayed_gradient_amax(weights.stack));
+    const at::Tensor values = grad.values();
+    if (!task.weight_only) collect_amax(values, groups, delayed_gradient_amax(weights.stack));
     if (for_input == GroupedPath::kValues) {
-      result.grad_input = multiply_by_values(grad, weights, groups, !weights.transposed);
+      result.grad_input = multiply_by_values(values, weights, groups, !weights.transposed);
     }
     if (for_weight == GroupedPath::kValues) {
       result.grad_weight = weight_gradient_of_values(task, weights, groups);
@@ -298,7 +295,10 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
   }
   GroupedBackwardTask left = task;
   left.needs_input = task.needs_input && for_input == GroupedPath::kEach;
-  if (for_weight != GroupedPath::kEach) left.input = left.sum = at::Tensor();
+  if (for_weight != GroupedPath::kEach) {
+    left.input = {};
+    left.sum = at::Tensor();
+  }
   if (left.needs_input || left.input.defined()) {
     LinearBackward made = backward_of_each(left, weights, groups);
     if (left.needs_input) result.grad_input = std::move(made.grad_input);

@@ -25,7 +25,7 @@ struct GroupedForward {
 
 /// Rows of expert e are linear_forward of x's; those of none are 0. `saves_input`: where
 /// can_save_expert_codes says so.
-GroupedForward grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
+GroupedForward grouped_forward(const GivenOperand& x, const ExpertWeights& weights,
                                const RowGroups& groups, bool weight_only, bool saves_input = false);
 
 /// Whether autograd may keep codes of x (T, in) in its place: GEMMs of codes run forward and wgrad,
@@ -35,12 +35,12 @@ bool can_save_expert_codes(const at::Tensor& x, const ExpertWeights& weights, bo
 
 /// The operands of grouped_backward, and which gradients it computes.
 struct GroupedBackwardTask {
-  at::Tensor grad;  // (T, out)
+  GivenOperand grad;  // (T, out)
   // Its codes, in the orientations that are read: then of `grad` size, dtype and device alone
   // count.
   std::optional<GroupCodes> grad_codes = {};
   bool needs_input = false;
-  at::Tensor input = {};        // (T, in); undefined: grad_weight is not asked for
+  GivenOperand input = {};      // (T, in); undefined: grad_weight is not asked for
   bool input_is_codes = false;  // `input` is GroupedForward::saved
   at::ScalarType weight_grad_dtype = at::kFloat;
   at::Tensor sum = {};  // (experts, out, in), contiguous: as of LinearBackwardTask

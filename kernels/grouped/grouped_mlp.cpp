@@ -11,7 +11,7 @@ constexpr GemmDirection kDirections[] = {GemmDirection::kForward, GemmDirection:
                                          GemmDirection::kGradWeight};
 
 /// Whether GEMMs of these directions run on codes that are scaled in blocks.
-bool run_in_blocks(std::span<const GemmDirection> directions, const at::Tensor& x,
+bool run_in_blocks(std::span<const GemmDirection> directions, const GivenOperand& x,
                    const ExpertWeights& weights, bool weight_only) {
   if (weights.transposed || !has_group_swiglu(*weights.stack.codes.format)) return false;
   return std::all_of(directions.begin(), directions.end(), [&](GemmDirection direction) {
@@ -49,7 +49,7 @@ GroupedMlpBackward grouped_mlp_backward(const GroupedMlpBackwardTask& task,
       quantize_groups(task.grad, format, OperandRole::kGradient, orientations, groups, {});
   record_path(GemmDirection::kGradInput, task.grad, down, /*weight_only=*/false);
   const at::Tensor of_product =
-      multiply_by_codes(grad, down, groups, /*contract=*/true, task.grad.scalar_type());
+      multiply_by_codes(grad, down, groups, /*contract=*/true, task.grad->dtype());
   grad.rows = grad.row_scales = grad.saved_rows =
       at::Tensor();  // before the largest memory of an MLP
   GroupSwigluRequest request = task.inner;
@@ -59,7 +59,7 @@ GroupedMlpBackward grouped_mlp_backward(const GroupedMlpBackwardTask& task,
   GroupedMlpBackward result{{}, std::move(made.gate), std::move(made.up)};
   if (task.needs_weight) {
     record_path(GemmDirection::kGradWeight, task.grad, down, /*weight_only=*/false);
-    result.grad_weight = multiply_columns(grad, made.product, task.grad.size(0), groups,
+    result.grad_weight = multiply_columns(grad, made.product, task.grad.rows(), groups,
                                           task.weight_grad_dtype, task.sum);
   }
   return result;

@@ -20,7 +20,7 @@ at::Tensor grouped_mlp_forward(const at::Tensor& gate, const at::Tensor& up,
                                const ExpertWeights& down, const RowGroups& groups);
 
 struct GroupedMlpBackwardTask {
-  at::Tensor grad;  // (T, out), of the output
+  GivenOperand grad;  // (T, out), of the output
   at::Tensor gate, up;
   GroupSwigluRequest inner = {};
   bool needs_weight = false;  // down's gradient, as of GroupedBackwardTask

@@ -82,14 +82,14 @@ GroupedChoice choose_grouped_path(const GroupedProblem& problem, const ExpertWei
   return {at_once ? GroupedPath::kValues : GroupedPath::kEach, why};
 }
 
-bool runs_on_codes(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
+bool runs_on_codes(GemmDirection direction, const GivenOperand& x, const ExpertWeights& weights,
                    bool weight_only) {
-  const GroupedProblem problem{direction, x.device(), x.scalar_type(), x.size(0), weight_only};
+  const GroupedProblem problem{direction, x->device(), x->dtype(), x.rows(), weight_only};
   return choose_grouped_path(problem, weights).path == GroupedPath::kCodes;
 }
 
-GroupedPath record_path(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
-                        bool weight_only) {
+GroupedPath record_path(GemmDirection direction, const GivenOperand& x,
+                        const ExpertWeights& weights, bool weight_only) {
   // Where matrices lie as (in, out), forward reads them as dgrad does, and dgrad as forward.
   GemmDirection as_lying = direction;
   if (weights.transposed && direction != GemmDirection::kGradWeight) {
@@ -97,8 +97,9 @@ GroupedPath record_path(GemmDirection direction, const at::Tensor& x, const Expe
         direction == GemmDirection::kForward ? GemmDirection::kGradInput : GemmDirection::kForward;
   }
   const GroupedChoice choice =
-      choose_grouped_path({as_lying, x.device(), x.scalar_type(), x.size(0), weight_only}, weights);
-  record_grouped_gemm(*weights.stack.codes.format, direction, choice.path, choice.why, x.is_cuda());
+      choose_grouped_path({as_lying, x->device(), x->dtype(), x.rows(), weight_only}, weights);
+  record_grouped_gemm(*weights.stack.codes.format, direction, choice.path, choice.why,
+                      x->device().is_cuda());
   return choice.path;
 }
 

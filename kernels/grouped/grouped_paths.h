@@ -5,6 +5,7 @@
 
 #include "kernels/gemm/gemm_report.h"
 #include "kernels/grouped/expert_weights.h"
+#include "kernels/linear/operand_producer.h"
 
 namespace qshard {
 
@@ -24,11 +25,11 @@ struct GroupedChoice {
 };
 GroupedChoice choose_grouped_path(const GroupedProblem& problem, const ExpertWeights& weights);
 /// Whether a GEMM of x, an input or gradient (T, ...), runs on codes. Matrices lie as (out, in).
-bool runs_on_codes(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
+bool runs_on_codes(GemmDirection direction, const GivenOperand& x, const ExpertWeights& weights,
                    bool weight_only);
 /// The path of a GEMM of x, an input or gradient (T, ...), whose direction is that of a weight that
 /// lies as (out, in). backend_report() counts it.
-GroupedPath record_path(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
-                        bool weight_only);
+GroupedPath record_path(GemmDirection direction, const GivenOperand& x,
+                        const ExpertWeights& weights, bool weight_only);
 
 }  // namespace qshard

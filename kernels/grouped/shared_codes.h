@@ -15,12 +15,12 @@ class SharedGroupCodes {
   SharedGroupCodes& operator=(const SharedGroupCodes&) = delete;
 
   /// The codes of the innermost one that lives, if they are of these operands, or new ones.
-  static GroupCodes of_input(const at::Tensor& x, const Format& format, Orientations orientations,
+  static GroupCodes of_input(const GivenOperand& x, const Format& format, Orientations orientations,
                              const RowGroups& groups, const DelayedAmax& delayed);
 
  private:
   SharedGroupCodes* previous_;
-  at::Tensor x_;
+  at::Tensor x_;  // or the bytes that it arrived in
   at::Tensor offs_;
   const Format* format_ = nullptr;
   Orientations orientations_ = {};

@@ -126,6 +126,14 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
   return out;
 }
 
+QuantizedMatrix repack_activation(const QuantizedMatrix& rows, const OperandRequest& request) {
+  const RowImage& image = rows.row_image();
+  const QuantizedMatrix out = empty_packed(rows.rows, rows.cols, request, image.image.device());
+  check_launch(
+      launch_repack(coded_rows(image), activation_task(out), c10::cuda::getCurrentCUDAStream()));
+  return out;
+}
+
 ScaledOperand scaled_operand(const PackedCodes& packed, DType code_dtype) {
   ScaledOperand operand;
   operand.codes = codes_in(packed);

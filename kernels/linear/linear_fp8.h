@@ -27,6 +27,9 @@ inline QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandReq
   return quantize_activation(x, request, amax);
 }
 
+/// The packed codes asked for of rows that arrived: row images of the request's row format.
+QuantizedMatrix repack_activation(const QuantizedMatrix& rows, const OperandRequest& request);
+
 /// Packed codes as cuBLASLt takes them.
 ScaledOperand scaled_operand(const PackedCodes& codes, DType code_dtype);
 

@@ -8,8 +8,10 @@
 #include <utility>
 
 #include "kernels/activation/quantize_cpu.h"
+#include "kernels/activation/repack_cpu.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/format/value_dtype.h"
+#include "kernels/format/whole_layout.h"
 #include "kernels/linear/block_scaled_operand.h"
 #include "kernels/linear/input_code_cache.h"
 #include "kernels/linear/linear_fp8.h"
@@ -86,6 +88,39 @@ QuantizedMatrix quantize_activation_cpu(const at::Tensor& x, const OperandReques
     fill(std::get<PackedCodes>(out.rowwise), values_of_rows(values, request), out, known);
   }
   if (columns) fill(std::get<PackedCodes>(out.columnwise), values.t().contiguous(), out, known);
+  return out;
+}
+
+// As cuda::repack_activation on the CPU: the same bits.
+QuantizedMatrix repack_activation_cpu(const QuantizedMatrix& rows, const OperandRequest& request) {
+  const RowImage& image = rows.row_image();
+  const int64_t m = rows.rows;
+  const int64_t k = rows.cols;
+  const auto bytes = [&](int64_t count) {
+    return at::empty({count}, at::TensorOptions().dtype(at::kByte));
+  };
+  const auto [rowwise, columnwise] = request.orientations;
+  const QuantizedMatrix out =
+      packed_matrix(*request.format, request.role, m, k,
+                    rowwise ? bytes(packed_rowwise_bytes(m, k)) : at::Tensor(),
+                    columnwise ? bytes(packed_columnwise_bytes(m, k)) : at::Tensor());
+  const auto task_of = [&](const PackedCodes& packed) {
+    auto* codes = static_cast<uint8_t*>(packed.buffer.mutable_data_ptr());
+    return cpu::RepackTask{.image = image.image.const_data_ptr<uint8_t>(),
+                           .pitch = image.layout.row_bytes(),
+                           .scale_offset = image.layout.row_scale_offset(),
+                           .rows = m,
+                           .cols = k,
+                           .codes = codes,
+                           .padded_rows = packed.rows,
+                           .ld = packed.ld,
+                           .scale_inv = reinterpret_cast<float*>(codes + packed.code_bytes())};
+  };
+  if (rowwise) cpu::repack_rows(task_of(std::get<PackedCodes>(out.rowwise)));
+  if (columnwise) {
+    const auto& packed = std::get<PackedCodes>(out.columnwise);
+    cpu::repack_columns(task_of(packed), packed.scale_mode == ScaleMode::kBlock128x128);
+  }
   return out;
 }
 
@@ -179,6 +214,43 @@ at::Tensor QuantizedOperand::values(at::ScalarType dtype) const {
 
 void QuantizedOperand::collect_amax(const DelayedAmax& delayed) const {
   if (values_.defined()) qshard::collect_amax(values_, delayed);
+}
+
+ArrivedOperand::ArrivedOperand(const RowImage& image, int64_t rows,
+                               const at::TensorOptions& options)
+    : OperandProducer(options), sizes_{rows, image.layout.cols} {
+  const Layout layout = whole_layout(*image.layout.format, rows, image.layout.cols);
+  const ReadOnlyTensor bytes = image.image.view({image.layout.rows, image.layout.row_bytes()});
+  rows_ = matrix_of({layout, bytes.narrow(0, image.first_row, rows), at::Tensor()}, rows);
+}
+
+ArrivedOperand ArrivedOperand::narrowed(int64_t first, int64_t count) const {
+  RowImage image = rows_.row_image();
+  image.first_row = first;
+  return {image, count, options()};
+}
+
+QuantizedMatrix ArrivedOperand::codes(const OperandRequest& request) const {
+  const Format& format = *request.format;
+  if (!meets(format) || request.column_factors.defined()) {
+    return PlainOperand(values(dtype())).codes(request);
+  }
+  if (request.operand_layout == OperandLayout::kPacked) {
+    if (device().is_cuda()) return cuda::repack_activation(rows_, request);
+    if (format.emulated) return repack_activation_cpu(rows_, request);
+    no_packed_codes(values(dtype()));
+  }
+  QuantizedMatrix out = rows_;
+  out.format = &format;
+  // In float32 each code times its scale is exact.
+  if (request.orientations.columnwise) {
+    out.columnwise = quantized_columns(values(at::kFloat), format, request.rounding);
+  }
+  return out;
+}
+
+void ArrivedOperand::collect_amax(const DelayedAmax& delayed) const {
+  if (delayed) qshard::collect_amax(values(dtype()), delayed);
 }
 
 }  // namespace qshard

@@ -153,4 +153,60 @@ class QuantizedOperand final : public OperandProducer {
   std::array<int64_t, 2> sizes_;
 };
 
+/// Rows that arrived from another rank: codes, and the scales of each row in it. What multiplies a
+/// weight whose activations have this row format reads them as they are, and along columns the
+/// codes that the scales of columns leave of them. Others are given the values.
+class ArrivedOperand final : public OperandProducer {
+ public:
+  /// `rows` of the image from its first row on, which stand for values of the options' dtype.
+  ArrivedOperand(const RowImage& image, int64_t rows, const at::TensorOptions& options);
+
+  /// Rows [first, first + count).
+  ArrivedOperand narrowed(int64_t first, int64_t count) const;
+  /// Whether GEMMs with a weight of `format` read these codes.
+  bool meets(const Format& format) const { return format.activations.row_format == rows_.format; }
+  const RowImage& image() const { return rows_.row_image(); }
+
+  at::IntArrayRef sizes() const override { return sizes_; }
+  QuantizedMatrix codes(const OperandRequest& request) const override;
+  at::Tensor values(at::ScalarType dtype) const override { return dequantized(rows_, dtype); }
+  bool has_values() const override { return false; }
+  void collect_amax(const DelayedAmax& delayed) const override;
+
+ private:
+  QuantizedMatrix rows_;
+  std::array<int64_t, 2> sizes_;
+};
+
+/// An input or gradient (M, K) as an operator was given it: values, or rows that arrived.
+class GivenOperand {
+ public:
+  GivenOperand() = default;  // none
+  GivenOperand(const at::Tensor& values) {
+    if (values.defined()) operand_.emplace<PlainOperand>(values);
+  }
+  GivenOperand(ArrivedOperand rows) : operand_(std::move(rows)) {}
+
+  bool defined() const { return operand_.index() != 0; }
+  /// Null if it is values, or none.
+  const ArrivedOperand* arrived() const { return std::get_if<ArrivedOperand>(&operand_); }
+
+  // These are for one that is defined.
+  const OperandProducer& operator*() const {
+    if (arrived() != nullptr) return *arrived();
+    return std::get<PlainOperand>(operand_);
+  }
+  const OperandProducer* operator->() const { return &**this; }
+  int64_t rows() const { return (*this)->sizes()[0]; }
+  at::Tensor values() const { return (*this)->values((*this)->dtype()); }
+  /// Rows [first, first + count).
+  GivenOperand narrowed(int64_t first, int64_t count) const {
+    if (arrived() != nullptr) return arrived()->narrowed(first, count);
+    return values().narrow(0, first, count);
+  }
+
+ private:
+  std::variant<std::monostate, PlainOperand, ArrivedOperand> operand_;
+};
+
 }  // namespace qshard

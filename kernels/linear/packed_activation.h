@@ -59,6 +59,14 @@ inline HeldPreviousAmax previous_amax(const OperandRequest& request, const at::T
   return {{.amax = use.last, .next = use.next}, std::move(use)};
 }
 
+/// Rows that arrived, as the kernels see them.
+inline CodedRows coded_rows(const RowImage& image) {
+  const Layout& layout = image.layout;
+  const auto* rows = static_cast<const uint8_t*>(image.image.const_data_ptr());
+  return {rows + image.first_row * layout.row_bytes(), layout.row_bytes(),
+          layout.row_scale_offset()};
+}
+
 /// The task that writes them; its values are not set.
 inline ActivationTask activation_task(const QuantizedMatrix& out) {
   ActivationTask task;

@@ -281,9 +281,9 @@ Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const Opt
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
   if (goes_the_way_of_matmul(weight)) return linear_by_matmul(plain(input), weight, plain_bias);
-  return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false,
-                               at::GradMode::is_enabled(), std::nullopt, std::nullopt, std::nullopt,
-                               /*input_is_kept=*/false, std::nullopt);
+  return LinearFunction::apply(rows_of_their_own(input) ? input : plain(input), weight, plain_bias,
+                               /*weight_only=*/false, at::GradMode::is_enabled(), std::nullopt,
+                               std::nullopt, std::nullopt, /*input_is_kept=*/false, std::nullopt);
 }
 
 Tensor aten_grouped_mm_autograd(const Tensor& input, const Tensor& weight,

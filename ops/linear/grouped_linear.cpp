@@ -67,7 +67,8 @@ GroupedForward grouped_linear_forward(const Tensor& input, const Tensor& weight,
   const ExpertWeights experts =
       experts_for_use(weight, format, std::nullopt, WeightUse::kForward, kGroupedLinear);
   check_expected_format(experts.stack, format);
-  return grouped_forward(as_matrix(input), experts, {offs.contiguous()}, weight_only, saves_input);
+  return grouped_forward(given_operand(input, *experts.stack.codes.format, kGroupedLinear), experts,
+                         {offs.contiguous()}, weight_only, saves_input);
 }
 
 InputUse input_use_of_experts(const Tensor& input, const Tensor& weight, const LinearNeeds& needs,
@@ -119,12 +120,15 @@ LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool n
         needs_input ? given : Tensor(), needs_weight ? codes->columns : Tensor(),
         *experts.stack.codes.format, OperandRole::kGradient, codes->total, weight.size(1), groups);
   }
-  return grouped_backward({.grad = codes ? grad : as_matrix(grad),
+  const auto given_as = [&](const Tensor& x) {
+    return given_operand(x, *experts.stack.codes.format, kBackward);
+  };
+  return grouped_backward({.grad = codes ? GivenOperand(grad) : given_as(grad),
                            .grad_codes = std::move(grad_codes),
                            .needs_input = needs_input,
-                           .input = !needs_weight    ? Tensor()
-                                    : input_is_codes ? input
-                                                     : as_matrix(input),
+                           .input = !needs_weight    ? GivenOperand()
+                                    : input_is_codes ? GivenOperand(input)
+                                                     : given_as(input),
                            .input_is_codes = input_is_codes && needs_weight,
                            .weight_grad_dtype = dtype,
                            .sum = sum,

@@ -30,12 +30,16 @@ const SharedInput& shared_as(const Tensor& input) {
 }
 
 /// Operands of a known few kinds, held without an allocation.
-using ForwardOperand = std::variant<SharedOperand, QuantizedOperand>;
+using ForwardOperand = std::variant<SharedOperand, QuantizedOperand, ArrivedOperand>;
 
-/// The input of forward: codes that quantize_input made of it, or itself.
-ForwardOperand input_operand(const Tensor& input, const Tensor& matrix, const Format& format,
-                             const OptionalTensor& rows, bool save_quantized_input) {
-  if (!rows || !rows->defined()) return SharedOperand(matrix, shared_as(input));
+/// The input of forward: codes that quantize_input made of it, that it arrived in, or itself.
+ForwardOperand input_operand(const Tensor& input, const Format& format, const OptionalTensor& rows,
+                             bool save_quantized_input) {
+  if (!is_given(rows)) {
+    if (auto arrived = arrived_operand(input, format, "qshard::linear")) return *std::move(arrived);
+    return SharedOperand(as_matrix(input), shared_as(input));
+  }
+  const Tensor matrix = as_matrix(input);
   const int64_t m = matrix.size(0);
   const int64_t k = matrix.size(1);
   TORCH_CHECK(!save_quantized_input && is_packed_buffer(*rows, packed_rowwise_bytes(m, k), matrix),
@@ -179,8 +183,7 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
   check_expected_format(used, format);
   check_linear_shapes(input, weight, bias);
   take_arrived_tally(used, kWatchedInput, input);
-  const auto operand =
-      input_operand(input, as_matrix(input), *used.codes.format, input_rows, save_quantized_input);
+  const auto operand = input_operand(input, *used.codes.format, input_rows, save_quantized_input);
   auto result = linear_forward(producer_of(operand), used, bias, save_quantized_input, weight_only,
                                residual_matrix(residual, input, weight));
   auto sizes = input.sizes().vec();
@@ -204,7 +207,12 @@ std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_vi
                                              bool rows, bool columns) {
   PlainGuard guard;
   const Format& found = checked_format(format, "qshard::quantize_input");
-  const auto codes = quantize_input(as_matrix(input), found, {rows, columns});
+  const auto arrived = arrived_operand(input, found, "qshard::quantize_input");
+  const bool is_read = arrived && (rows || columns) && input.numel() > 0 &&
+                       multiplies_input_codes(found, input.device(), input.scalar_type(),
+                                              arrived->sizes()[0], /*n=*/16, arrived->sizes()[1]);
+  const auto codes = is_read ? arrived->codes({.format = &found, .orientations = {rows, columns}})
+                             : quantize_input(as_matrix(input), found, {rows, columns});
   return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input)};
 }
 
@@ -265,8 +273,8 @@ Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTens
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
   if (goes_the_way_of_matmul(weight)) return linear_by_matmul(plain(input), weight, plain_bias);
-  return linear(plain(input), weight, plain_bias, /*weight_only=*/false, std::nullopt,
-                std::nullopt);
+  return linear(rows_of_their_own(input) ? input : plain(input), weight, plain_bias,
+                /*weight_only=*/false, std::nullopt, std::nullopt);
 }
 
 bool goes_the_way_of_matmul(const Tensor& weight) {

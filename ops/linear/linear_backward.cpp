@@ -28,8 +28,9 @@ struct Gradient {
   }
 };
 
-Gradient gradient_in_values(const Tensor& grad) {
-  return {PlainOperand(as_matrix(grad)), at::DimVector(grad.sizes()), grad.options()};
+/// Values, or rows that arrived in codes.
+Gradient gradient_as_given(const Tensor& grad, const QuantizedMatrix& weight) {
+  return {given_or_values(grad, *weight.format, kOp), at::DimVector(grad.sizes()), grad.options()};
 }
 
 Gradient gradient_in_codes(const Tensor& rows, const Tensor& columns, at::IntArrayRef size,
@@ -82,7 +83,7 @@ WeightUse backward_use(bool needs_input) {
 
 ValuesOrCodes wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
                             const at::TensorOptions& options, const QuantizedMatrix& weight) {
-  if (!is_quantized) return PlainOperand(as_matrix(input));
+  if (!is_quantized) return given_or_values(input, *weight.format, kOp);
   const int64_t k = weight.cols;
   const at::Device device = options.device();
   const bool is_empty = m == 0 || weight.rows == 0 || k == 0;  // what is saved then is not read
@@ -134,7 +135,7 @@ std::tuple<Tensor, Tensor> linear_backward_op(
   const Gradient gradient =
       in_codes ? gradient_in_codes(grad, *grad_columns, *grad_size, *value_dtype, used.codes,
                                    needs_input, needs_weight, grad_scale)
-               : gradient_in_values(grad);
+               : gradient_as_given(grad, used.codes);
   std::optional<ValuesOrCodes> saved;
   if (needs_weight) {
     saved = wgrad_operand(input, input_is_quantized, gradient.rows(), gradient.options, used.codes);

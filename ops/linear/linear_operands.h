@@ -6,6 +6,7 @@
 
 #include <variant>
 
+#include "dispatch/aten/matmul.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "kernels/linear/linear.h"
@@ -48,11 +49,17 @@ void check_expected_format(const LinearWeight& weight, std::optional<c10::string
 bool is_packed_buffer(const Tensor& bytes, int64_t numel, const Tensor& beside);
 
 /// An input or a gradient as an operator was given it, held without an allocation.
-using ValuesOrCodes = std::variant<PlainOperand, QuantizedOperand>;
+using ValuesOrCodes = std::variant<PlainOperand, QuantizedOperand, ArrivedOperand>;
 
 template <typename Operand>
 const OperandProducer& producer_of(const Operand& operand) {
   return std::visit([](const auto& kind) -> const OperandProducer& { return kind; }, operand);
+}
+
+/// x (..., K) to meet a weight of `format`: rows that arrived in codes, or its value.
+inline ValuesOrCodes given_or_values(const Tensor& x, const Format& format, const char* op) {
+  if (auto arrived = arrived_operand(x, format, op)) return *std::move(arrived);
+  return PlainOperand(as_matrix(x));
 }
 
 /// The input of wgrad (M, K): as forward saved it, or itself. `m` rows, values of `options`.

@@ -138,8 +138,9 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
               ": a gradient is joined of those of gate and up, and there is no up");
   const SavedSwiglu saved(op, gate, up, maxima, activation.function);
   const Format& own = *codes.format;
-  const PlainOperand plain(as_matrix(grad));
-  CachedOperand gradient(plain, {.rowwise = inner.any(), .columnwise = wgrad.is_needed});
+  const ValuesOrCodes given = given_or_values(grad, own, op);
+  CachedOperand gradient(producer_of(given),
+                         {.rowwise = inner.any(), .columnwise = wgrad.is_needed});
   const SwigluOperand product = saved.product();
   std::optional<QuantizedOperand> product_codes;
   const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
@@ -197,10 +198,10 @@ SwigluLinearGrads swiglu_codes_of_experts(const char* op, const Tensor& grad, co
                                           const Tensor& offs, const WgradRequest& wgrad,
                                           const InnerGradients& inner, OptionalFormat format,
                                           const WeightState& state) {
-  check_groups(as_matrix(grad), weight.transpose(-1, -2), offs, op);
+  check_groups(grad, weight.transpose(-1, -2), offs, op);
   const ExpertWeights down = experts_for_use(weight, format, state, backward_use(true), op);
   const GroupedMlpBackward made = grouped_mlp_backward(
-      {.grad = as_matrix(grad),
+      {.grad = given_operand(grad, *down.stack.codes.format, op),
        .gate = gate,
        .up = up,
        .inner = {.gradients = inner.format,
@@ -236,8 +237,8 @@ SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad,
                         : wgrad.is_needed ? saved.product().values(gate.scalar_type())
                                           : saved.gate;
   const LinearBackward made =
-      grouped_linear_backward({as_matrix(grad), weight, hidden, has_codes, offs, inner.any(),
-                               weight_only, format, state, /*input_sum=*/std::nullopt},
+      grouped_linear_backward({grad, weight, hidden, has_codes, offs, inner.any(), weight_only,
+                               format, state, /*input_sum=*/std::nullopt},
                               wgrad.is_needed, wgrad.sum, wgrad.dtype);
   const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
   SwigluLinearGrads out{wgrad.result(made, grad.options()), none(), none(), none(), none()};

@@ -122,8 +122,8 @@ SwigluUse swiglu_use_of_experts(const Tensor& input, const Tensor& gate, const O
   const auto is_weight = [](const Tensor& weight) {
     return has_key(weight) && !is_traced_or_subclass(weight) && is_stack(weight);
   };
-  if (!input.is_cuda() || has_key(input) || is_traced_or_subclass(input) || !is_weight(gate) ||
-      !is_weight(down) || (is_given(up) && !is_weight(*up))) {
+  if (!input.is_cuda() || is_traced_or_subclass(input) || !is_weight(gate) || !is_weight(down) ||
+      (is_given(up) && !is_weight(*up))) {
     return use;
   }
   constexpr const char* kOp = "qshard::swiglu_experts";

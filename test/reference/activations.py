@@ -52,3 +52,24 @@ def expand_1x128(scale_inv: torch.Tensor, k: int) -> torch.Tensor:
 
 def expand_128x128(scale_inv: torch.Tensor, m: int, k: int) -> torch.Tensor:
     return expand_1x128(scale_inv.repeat_interleave(128, dim=0)[:m], k)
+
+
+def columns_of_1x128(codes: torch.Tensor, scale_inv: torch.Tensor):
+    """quantize_1x128's result as wgrad reads it where nothing but codes arrived: codes (M, K) uint8 and scale_inv
+    (ceil(M / 128), ceil(K / 128)), the largest of the rows' that have any code but 0, and 1 without one. Where an
+    input meets blocks of 128x128, and a gradient 1x128 along M, of which all in 128x128 then have one scale."""
+    m, k = codes.shape
+    made = codes.clone()
+    largest = torch.ones(-(-m // 128), -(-k // 128))
+    for i, j in itertools.product(*map(range, largest.shape)):
+        block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+        part, scale = codes[block], scale_inv[block[0], j]
+        counts = ((part & 0x7F) != 0).any(1)
+        if counts.any():
+            largest[i, j] = scale[counts].max()
+        # Codes of zeros stay what they are by any scale.
+        factor = torch.where(counts, scale.double() / largest[i, j].double(), 1.0)[:, None]
+        values = part.view(torch.float8_e4m3fn).double() * factor
+        rounded = encode(values.float(), torch.ones(()), torch.float8_e4m3fn)
+        made[block] = torch.where((part & 0x7F) == 0x7F, part, rounded)
+    return made, largest

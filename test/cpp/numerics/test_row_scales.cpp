@@ -119,6 +119,26 @@ TEST(E8M0, ScalesOfEveryByte) {
   EXPECT_EQ(e8m0_encode_scale(255), 1.f);
 }
 
+TEST(E8M0, AsFp32IsTheScaleThatBlocksInTheGridHave) {
+  std::vector<float> amaxes = floats_of_every_exponent();
+  amaxes.insert(amaxes.end(), {0.f, kMax, kInf, kNaN, 448.f, std::nextafter(448.f, kInf)});
+  for (const float amax : amaxes) {
+    const float scale = scale_from_amax(amax, kE4M3Max, /*power_of_two=*/true);
+    const BlockScale found = block_scale(RowScale::kE8M0AsFp32, amax, 1.f);
+    ASSERT_EQ(found.encode, scale) << amax;
+    ASSERT_EQ(e8m0_to_float(found.byte), inverse_scale(scale)) << amax;
+  }
+}
+
+TEST(E8M0, RescalingOfCodes) {
+  EXPECT_EQ(rescaling(127, 127), 1.f);
+  EXPECT_EQ(rescaling(127, 130), 0.125f);
+  EXPECT_EQ(rescaling(130, 127), 1.f);
+  EXPECT_EQ(encode_e4m3(448.f * rescaling(0, 255)), 0);
+  EXPECT_EQ(encode_e4m3(448.f * rescaling(100, 118)), 1);
+  EXPECT_EQ(encode_e4m3(448.f * rescaling(100, 100 + kMostShift)), 0);
+}
+
 TEST(Nvfp4, TensorScaleHas16BitsAndComesBack) {
   for (const float amax : floats_of_every_exponent()) {
     const float scale_inv = nvfp4_tensor_scale_inv(amax);

@@ -105,12 +105,14 @@ SAMPLES = {
         (plain(4, 32, grad=True), quantized(fmt=fmt, grad=True), plain(64),
          dict(residual=plain(4, 64, grad=True), input_is_kept=True)),
         dynamic(fmt, plain(2, 3, 32, grad=True), plain(64, 32, grad=True), plain(64)),
+    ] + [
+        (rows_to_meet(fmt, 4, 32, grad=True), quantized(fmt=fmt, grad=True), plain(64)) for _ in MEETS_ROWS & {fmt}
     ],
     "grouped_linear": lambda fmt: [
         (plain(7, 32), experts(fmt), offs(2, 2, 5)),
         (plain(7, 32, grad=True), experts(fmt, grad=True), offs(2, 2, 5)),
         (plain(7, 32, grad=True), experts(fmt, grad=True), offs(2, 2, 7), dict(weight_only=True)),
-    ],
+    ] + [(rows_to_meet(fmt, 7, 32, grad=True), experts(fmt, grad=True), offs(2, 2, 5)) for _ in MEETS_ROWS & {fmt}],
     # Codes exist on CUDA only (test_cuda.py).
     "quantize_input": lambda fmt: [
         (plain(*shape), fmt.replace("delayed", "tensorwise"), False, False)
@@ -131,6 +133,12 @@ SAMPLES = {
         for needs in ((True, True), (True, False))
     ]
     + [dynamic(fmt, plain(2, 64), plain(64, 32), plain(2, 32), False, True, True)]
+    + [
+        (rows_to_meet(fmt, 7, 64), experts(fmt) if of_experts else quantized(fmt=fmt), rows_to_meet(fmt, 7, 32), False,
+         True, True, dict(offs=offs(2, 2, 5)) if of_experts else {})
+        for of_experts in (True, False)
+        for _ in MEETS_ROWS & {fmt}
+    ]
     + [
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, True, needs_weight,
          dict(input_sum=plain(2, 3, 32), weight_grad=sum))
@@ -172,6 +180,10 @@ SAMPLES = {
             (*(stack(fmt, 64, 32) for _ in "gu"), stack(fmt, 32, 64)),
             (stack(fmt, 128, 32), None, stack(fmt, 32, 64)),
         )
+    ] + [
+        (rows_to_meet(fmt, 7, 32, grad=True), *(stack(fmt, 64, 32) for _ in "gu"), stack(fmt, 32, 64), offs(2, 2, 5),
+         dict(format=fmt, down_format=fmt))
+        for _ in MEETS_ROWS & {fmt}
     ],
     "swiglu_linear_forward": lambda fmt: [
         (plain(2, 3, 64), plain(2, 3, 64), quantized(32, 64, fmt), bias, keeps)
