@@ -12,6 +12,7 @@ With v bytes per value and c per element of the image (codes and their row-local
     quantize                   v + c in blocks, amax included; 2 v + c if one scale spans the tensor
     dequantize to bf16         c + 2
     activation, bf16           2 + 1 for one orientation, 2 + 1 + 1 for both
+    rows that arrived          1 + 1 for one orientation, 1 + 1 + 1 for both
     message, bf16              2 + 1 of a rank's tokens; 1 + 2 of those of all ranks
     SwiGLU or GeGLU, bf16      2 + 2 + 1; its amax 2 + 2, where no earlier call lets guess the scale
     SwiGLU's gradients, bf16   2 + 2 + 2 + 4 x 1 + 1: both in both orientations, and the product's
@@ -47,7 +48,7 @@ IMAGE_BYTES = {  # c; a scale per tensor or per 128x128 block, in the grid, does
     "nvfp4_1x16[4over6]": 1 / 2 + 1 / 16,  # measured where it is asked for
 }
 ONE_SCALE = ("float8_tensorwise", "nvfp4", "nvfp4_1x16[4over6]")  # with a scale that spans the tensor
-SECTIONS = ("weight", "activation", "message", "swiglu", "rotary", "norm", "norm_codes",
+SECTIONS = ("weight", "activation", "arrived", "message", "swiglu", "rotary", "norm", "norm_codes",
             "transpose", "flush", "adamw", "compiled")
 FP8_GEMM = ("float8_tensorwise", "float8_blockwise")  # activations are quantized on Hopper
 # The linears of one of Llama-8B's 32 layers, sharded over 8 ranks.
@@ -159,6 +160,22 @@ def activation(bench: Bench, format: str, shape) -> Iterator[Row]:
     (backward,) = bench.run(lambda: ops.linear_backward(x, from_few, small, False, True, True))
     longest = [[max(filter(is_quantize, call), key=lambda kernel: kernel.us)] for call in backward]
     yield bench.share(f"gradient rows + columns {block}", shape, 4 * n, time_of(longest),
+                      at_least(0.85))
+
+
+def arrived(bench: Bench, shape) -> Iterator[Row]:
+    """Tokens that another rank sent in codes, as GEMMs of 128x128-block weights read them."""
+    tokens, features = shape
+    q = ops.quantize(bench.randn(tokens, features, dtype=torch.bfloat16), "float8_1x128")
+    to_few = ops.quantize(bench.randn(128, features, dtype=torch.bfloat16), "float8_blockwise")
+    saves = bench.device == "cuda"  # on CPU an input is saved as it is
+    rows, both = bench.run(
+        lambda: ops.linear_forward(q, to_few, None, False),
+        lambda: ops.linear_forward(q, to_few, None, saves),
+    )
+    is_repack = ours("repack")
+    yield bench.share("rows that arrived", shape, 2 * q.numel(), time_of(rows, is_repack), at_least(0.85))
+    yield bench.share("rows that arrived and their columns", shape, 3 * q.numel(), time_of(both, is_repack),
                       at_least(0.85))
 
 
@@ -406,6 +423,8 @@ def sections(bench: Bench, args) -> Iterator[tuple[str, str, object]]:
         for shape in bench.activations:
             yield "activation", f"{format} {shape}", lambda: activation(bench, format, shape)
             yield "message", f"{format} {shape}", lambda: message(bench, format, shape)
+            if format == "float8_blockwise":
+                yield "arrived", f"{shape}", lambda: arrived(bench, shape)
         for kind, shape in itertools.product(("RMSNorm", "LayerNorm"), bench.norms):
             yield ("norm_codes", f"{kind} {format} {shape}",
                    lambda: norm_codes(bench, kind, format, shape))

@@ -103,7 +103,7 @@ def quantize(
 
     self: float32, bfloat16 or float16 of two or more dimensions, on cpu, cuda or meta, with any strides.
     format: one of `formats()`, with options in brackets: `nvfp4[stochastic]`, `mxfp8[emulate]`,
-        `float8_delayed[margin=1,history=16]`.
+        `float8_delayed[margin=1,history=16]`. For activations there are formats of rows, too: `row_image`.
     keep_master: keep the value beside the codes, in its dtype. It is then the tensor's value.
     logical_rows, row_offset: `self` is a shard, rows [row_offset, row_offset + rows) of a tensor with
         `logical_rows` rows. Scales that reach beyond the shard are agreed upon by the first flush, which

@@ -152,7 +152,9 @@ __device__ __forceinline__ void quantize_tile(const Task& task, const RowScaledT
       const int entry = boundary_entry(task, row);
       if (entry >= 0) amax = __ldg(task.amax + entry + block_col);
     }
-    const BlockScale scale = block_scale(Kind::kRowScale, amax, tensor_scale);
+    BlockScale scale = block_scale(Kind::kRowScale, amax, tensor_scale);
+    // What pads a row is 0, as the scale of no values is in other formats.
+    if (Kind::kRowScale == RowScale::kE8M0AsFp32 && block_col >= task.block_cols) scale.byte = 0;
     encode_scale[block_row][j] = scale.encode;
     reinterpret_cast<uint8_t*>(scale_bytes + block_row)[j] = scale.byte;
   }

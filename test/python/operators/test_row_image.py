@@ -20,6 +20,9 @@ def test_rows_are_the_packed_codes_of_an_input(shape, dtype, device):
     codes, scale_inv = activations.quantize_1x128(x)
     assert_same(bits(ops.codes(q)).cpu(), codes)
     assert_same(ops.scale_inv(q).float().cpu(), scale_inv)
+    blocks = scale_inv.shape[1]
+    assert not ops.row_image(q)[:, shape[1] : -(-shape[1] // 16) * 16].any()
+    assert not ops.row_image(q)[:, -(-shape[1] // 16) * 16 + blocks :].any()
     expected = emulation.decoded(codes, torch.float8_e4m3fn) * activations.expand_1x128(scale_inv, shape[1]).double()
     assert_same(ops.dequantize(q, dtype=torch.float32).cpu(), expected.float())
 
