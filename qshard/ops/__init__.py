@@ -205,7 +205,9 @@ def linear(
     device can, or what emulates that for a format with the option `emulate`, else on the dequantized weight;
     `backend_report` says which. The output is in the dtype of `input`, no alias.
 
-    input: (..., columns), floating point. weight: quantized (rows, columns). bias: (rows,) or None.
+    input: (..., columns), floating point; or quantized in the format of rows that the weight's activations have
+        (`row_image`), without a master: its codes are multiplied as they are. So are those of the output's gradient.
+    weight: quantized (rows, columns). bias: (rows,) or None.
     weight_only: leave the input and its gradients in their dtype, and multiply by the dequantized weight.
     format: of the weight, for compiled code, where linears of one input then share its codes.
     weight_state: given, `weight` is plain and is quantized to `format` for this call, and, as autograd
@@ -239,7 +241,7 @@ def grouped_linear(
     tensor has one per expert; delayed scaling has one for all of them after its first step. No number of rows
     is asked of an expert.
 
-    input: float32, bfloat16 or float16 (rows, in).
+    input: float32, bfloat16 or float16 (rows, in), or in codes, as of `linear`.
     weight: quantized (experts, out, in), or the transpose of a quantized (experts, in, out): scales of 1x32 and 1x16
         blocks are then no GEMM's, as in `input @ stack[e]`.
     offs: int32 (experts,), where each expert's rows end. An end before the last one, or behind the last row,
@@ -437,7 +439,7 @@ def sum_gradients(
 
 @operator
 def formats() -> list[str]:
-    """Names of all formats, without their options."""
+    """Names of all formats of weights, without their options."""
 
 
 @operator

@@ -70,8 +70,9 @@ def swiglu_experts(
     values of these operators, one after the other. Autograd keeps `input` and the results of gate and up;
     backward makes the product of both again.
 
-    input: (rows, columns). gate, up: quantized (experts, inner, columns), of one format; up None: gate is (experts,
-        2 x inner, columns), each expert's rows of gate first. down: quantized (experts, outputs, inner).
+    input: (rows, columns), or in codes, as of `linear`.
+    gate, up: quantized (experts, inner, columns), of one format; up None: gate is (experts, 2 x inner, columns), each
+        expert's rows of gate first. down: quantized (experts, outputs, inner).
     offs: int32 (experts,), as of `grouped_linear`, which says what rows of no expert and experts without rows give.
     format, down_format: of gate and up, and of down; compiled code needs them. A plain weight is quantized for this
         use.
