@@ -18,6 +18,8 @@ def values(rows, columns, dtype=torch.float32, seed=0):
         x[2], x[3, : columns // 2] = 0, 0
         x[4] *= 2.0**-100
         x[5] = -0.0
+    x[128:256] *= 2.0**-12  # whose scales are below that of zeros
+    x[130:131] = 0
     return x.to(dtype)
 
 
