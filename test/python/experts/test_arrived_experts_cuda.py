@@ -20,7 +20,7 @@ ENDS = ([3, 3, 140, 300], [128, 256, 300, 511], [0, 0, 0, 0], [700, 700, 700, 70
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_forward_and_dgrad_have_the_bits_of_the_values(dtype, ends, columns):
     ends = torch.tensor(ends, dtype=torch.int32)
-    total = int(ends[-1]) + 9
+    total = int(ends[-1]) + 10
     stack = stack_of(4, 208, columns, "float8_blockwise", "cuda", dtype, base=2.0)[0]
     x, grad = values(total, columns).to("cuda", dtype), values(total, 208, seed=1).to("cuda", dtype)
     y, x_grad, _ = step(x, stack, ends.cuda(), grad)
@@ -38,7 +38,7 @@ def test_forward_and_dgrad_have_the_bits_of_the_values(dtype, ends, columns):
 @pytest.mark.parametrize("columns", [384, 400])
 def test_columns_of_each_expert_are_those_of_its_codes(columns, ends, format):
     ends = torch.tensor(ends, dtype=torch.int32)
-    total = int(ends[-1]) + 9
+    total = int(ends[-1]) + 10
     x = odd_values(total, columns)
     stack = stack_of(4, 208, columns, format, "cuda")[0].detach()
     q = ops.quantize(x.cuda(), ROWS)
