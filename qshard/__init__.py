@@ -9,6 +9,7 @@ from qshard.activation_checkpointing import selective_context_fn, selective_poli
 from qshard.checkpoint.quantization_state import QuantizationState
 from qshard.clipping import clip_grad_norm_
 from qshard.dynamic_weights.fsdp1 import prepare_for_fsdp1
+from qshard.experts.token_dispatcher import TokenDispatcher
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.model.dequantize import dequantize_
@@ -42,6 +43,7 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "QuantizationState",
+    "TokenDispatcher",
     "backend_report",
     "checkpoint",
     "clip_grad_norm_",

@@ -32,6 +32,7 @@ class ModuleState:
     hidden = None  # a plain weight in the module's __dict__ that a forward hides
     fsdp1 = None  # what prepare_for_fsdp1 keeps of a root
     saves_scales = False  # torchtitan's checkpoint_scales
+    tokens_sent = 0  # bytes of tokens that the last dispatch, its combine and their backward send to other ranks
     awaits = None  # the options by which qshard_parallelize is to quantize a module of torchtitan's
 
     def __init__(self):

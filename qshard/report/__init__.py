@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from qshard import recipes
+from qshard import module_state, recipes
 from qshard._runtime.classes import Process, TensorState
 from qshard._runtime.hooks import compare_writes, holds_codes, local_of
 from qshard._runtime.placement import group_names, in_groups, is_strided
@@ -56,6 +56,7 @@ class Sent:
 
     weights: int
     gradients: int
+    tokens: int = 0  # of experts on other ranks
 
 
 class Report(list):
@@ -63,6 +64,7 @@ class Report(list):
     latest that `qshard.watch` has found, by the names of parameters; empty where none runs."""
 
     clients: tuple[str, ...] = ()
+    tokens_sent = 0
     statistics: dict[str, WeightStatistics] = {}
 
     def __str__(self) -> str:
@@ -82,7 +84,7 @@ class Report(list):
                 "",
                 f"all-gathered per forward: {sums[-2]:,} B",
                 f"sent to other ranks per forward and backward: weights {sent.weights:,} B, "
-                f"gradients {sent.gradients:,} B",
+                f"gradients {sent.gradients:,} B" + f", tokens {sent.tokens:,} B" * (sent.tokens > 0),
                 *cut,
                 *self.clients,
                 *([table(self.statistics)] if self.statistics else []),
@@ -95,8 +97,11 @@ class Report(list):
         """Bytes that leave this rank in one forward and backward with reductions: of what it puts into a
         collective, all but its own part, as by NCCL's rings and by all-to-all, and twice that of an
         all-reduce. Weights that FSDP gathers again in backward count twice. Gradients are those over shards
-        and replicas. Not counted: the few bytes of amaxes after `optimizer.step()`, and buffers."""
-        return Sent(sum(row.weights_sent for row in self), sum(row.gradients_sent for row in self))
+        and replicas. Tokens are those that qshard sends to experts of other ranks and back, with their gradients, as
+        many as in the last forward before the report, and once where backward computes a forward again. Not counted:
+        the few bytes of amaxes after `optimizer.step()`, and buffers."""
+        weights, gradients = (sum(getattr(row, name) for row in self) for name in ("weights_sent", "gradients_sent"))
+        return Sent(weights, gradients, self.tokens_sent)
 
 
 def report(
@@ -113,6 +118,7 @@ def report(
     result = Report()
     result.clients = tuple(compatibility.lines(model, optimizer))
     result.statistics = last_statistics(model)
+    result.tokens_sent = sum(module_state.find(module).tokens_sent for module in model.modules())
     flattened, prepared = set(), prepared_units(model)
     inner = bytes_sent.inner_modules(model, FullyShardedDataParallel)
     for prefix, module in flat_parameters.units(model):

@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextlib.contextmanager
@@ -64,6 +65,26 @@ def noted(names, note):
     finally:
         for name in names:
             setattr(dist, name, stock[name])
+
+
+class ExchangedRows(TorchDispatchMode):
+    """Notes (dtype, shape) of what is put into all-to-alls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            self.calls.append((args[0].dtype, tuple(args[0].shape)))
+        return func(*args, **(kwargs or {}))
+
+    def dtypes(self):
+        return [dtype for dtype, _ in self.calls]
+
+    def in_codes(self):
+        """Shapes of those of bytes."""
+        return [shape for dtype, shape in self.calls if dtype == torch.uint8]
 
 
 # How often what a rank puts into a collective leaves it for each other rank, per rank.

@@ -1,0 +1,229 @@
+"""Rows on their way to the ranks that hold experts, and back.
+
+What an expert multiplies is quantized before it is sent, as it would be after it: rows in the forward of
+`to_experts`, gradients in the backward of `from_experts`. A row's scales lie in it, so its codes are the same wherever
+they are made, and what arrives is a quantized tensor. Sums come back as values: the forward of `from_experts`, and the
+backward of `to_experts`.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import distributed_c10d
+
+from qshard._runtime.hooks import holds_codes
+from qshard.formats import info_of
+
+ops = torch.ops.qshard
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How many rows this rank sends to each rank and gets of it, and how those that arrive lie expert by expert."""
+
+    group: str  # its name
+    sent: list[int]  # rows to each rank, in the order of ranks
+    received: list[int]
+    # The arriving rows by expert, and those of one by rank, and the inverse; without, they stay as they arrive.
+    order: Tensor | None = None
+    places: Tensor | None = None
+    counts: Tensor | None = None  # (experts of this rank,): the rows of each
+
+    def forth(self, rows: Tensor) -> Tensor:
+        """The rows of this rank's experts, of all ranks' (rows, ...)."""
+        received = _all_to_all(rows, self.received, self.sent, self.group)
+        return received if self.order is None else received[self.order]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The reverse. The first operator that reads the result waits for it, so others may run before."""
+        rows = rows if self.places is None else rows[self.places]
+        return _all_to_all(rows, self.sent, self.received, self.group)
+
+    def leaving(self) -> tuple[int, int]:
+        """Rows that leave this rank forth, and back."""
+        rank = dist.get_rank(_group_of(self.group))
+        return sum(self.sent) - self.sent[rank], sum(self.received) - self.received[rank]
+
+
+def _all_to_all(rows, received, sent, group):
+    """By the operator whose results torchtitan's selective checkpointing saves."""
+    return funcol.all_to_all_single(rows.contiguous(), received, sent, _group_of(group))
+
+
+def _group_of(name):
+    return distributed_c10d._resolve_process_group(name)
+
+
+def group_name(group: dist.ProcessGroup | dist.DeviceMesh | None) -> str:
+    """The name of a process group, of the group of a mesh of one dimension, or of that of all ranks."""
+    if isinstance(group, dist.DeviceMesh):
+        group = group.get_group()
+    return (group or dist.group.WORLD).group_name
+
+
+def check_experts(name: str, experts: int, group: str) -> None:
+    """Raises ValueError if the ranks of a group cannot have as many experts each."""
+    ranks = _group_of(group).size()
+    if experts < ranks or experts % ranks:
+        raise ValueError(
+            f"{name}: {ranks} ranks cannot have as many of {experts} experts each; use a multiple of {ranks}"
+        )
+
+
+def agree(name: str, experts: int, group: str, device: torch.device, prepare: Callable) -> tuple[Exchange, object]:
+    """The one exchange of numbers before rows are sent: how many each expert gets of each rank. The host waits for it.
+
+    prepare(): (int64 (experts + 1,), this rank's rows for each expert of all ranks and at last for none; facts that
+    have to be the same on all ranks; anything, which is returned). Raises on all ranks, of `name`: what prepare()
+    raised on one, and ValueError if a rank has rows for no expert or other facts."""
+    ranks, rank = _group_of(group).size(), dist.get_rank(_group_of(group))
+    error, facts, prepared = None, (), None
+    try:
+        numbers, facts, prepared = prepare()
+    except (TypeError, ValueError) as raised:
+        error, numbers = raised, torch.zeros(experts + 1, dtype=torch.int64, device=device)
+    local = experts // ranks
+    sent = numbers.new_empty(ranks, local + 2)
+    sent[:, :local] = numbers[:experts].view(ranks, local)
+    sent[:, local] = numbers[experts]
+    sent[:, local + 1] = -1 if error is not None else _digest(facts)
+    received = _all_to_all(sent, None, None, group)
+    counts, told = received.split((local, 2), 1)
+    rows = torch.stack([sent[:, :local].sum(1), counts.sum(1)])
+    # A copy, because torchtitan's selective checkpointing saves copies to the host: no second one is waited for.
+    *rows, lost, digests = torch.cat([rows, told.T]).to("cpu").tolist()
+    if error is not None:
+        raise error
+    _check(name, experts, rank, lost, digests, facts)
+    return Exchange(group, *rows, *_by_expert(counts, sum(rows[1])), counts.sum(0)), prepared
+
+
+def _digest(facts):
+    """A number that is not negative, and the same in every process."""
+    return int.from_bytes(repr(facts).encode(), "little") % (2**61 - 1)
+
+
+def _check(name, experts, rank, lost, digests, facts):
+    refused = [r for r, digest in enumerate(digests) if digest == -1]
+    other = [r for r, digest in enumerate(digests) if digest != digests[rank]]
+    if refused:
+        raise ValueError(f"{name}: rank {refused[0]} of the group raised an error; see what it says of its tokens")
+    if other:
+        raise ValueError(
+            f"{name}: rank {other[0]} of the group has tokens of other columns, dtype or format than rank {rank}, which "
+            f"has {', '.join(map(str, facts))}; give all ranks the same"
+        )
+    for r, count in enumerate(lost):
+        if count:
+            raise ValueError(
+                f"{name}: rank {r} of the group has {count} ids outside of [0, {experts}); name an expert by each"
+            )
+
+
+def _by_expert(counts, rows):
+    """counts: (ranks, experts). The order of rows that lie rank by rank, and within them expert by expert, and its
+    inverse. The host knows how many they are, so it need not wait."""
+    ranks, experts = counts.shape
+    ids = torch.arange(experts, device=counts.device).repeat(ranks)
+    ids = ids.repeat_interleave(counts.reshape(-1), output_size=rows)
+    order = torch.argsort(ids, stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(rows, device=order.device)
+    return order, places
+
+
+def row_format(format: str | None, name: str | None = None) -> str | None:
+    """The format of rows that meet weights of a format, if each row has all of its scales; None: values are sent, which
+    a warning of `name` says once of each format. format: None of plain weights."""
+    if format is None:
+        return None
+    rows = info_of(format).activations.row_format
+    if rows is None or info_of(rows).outer_scale is not None:
+        if name is not None:
+            _warn_of_values(name, format)
+        return None
+    return rows
+
+
+@functools.cache
+def _warn_of_values(name, format):
+    warnings.warn(
+        f"{name}: {format} has no scales that lie in a row, so tokens are sent as values; mxfp8 and float8_blockwise "
+        "send codes",
+        stacklevel=4,
+    )
+
+
+def _sent_forth(rows, exchange, format, index=None):
+    """Rows (R, K) of this rank's experts, of all ranks' (rows, K). index: which row is sent in each place."""
+    rows = _values(rows)
+    message = rows if format is None else ops.row_image(ops.quantize(rows, format))
+    received = exchange.forth(message if index is None else message[index])
+    if format is None:
+        return received
+    return ops.from_row_image(received, format, columns=rows.shape[1], dtype=rows.dtype)
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange, format, index, places):
+        ctx.exchange = exchange
+        ctx.save_for_backward(places)
+        return _sent_forth(x, exchange, format, index=index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (places,) = ctx.saved_tensors
+        grad = ctx.exchange.back(_values(grad))
+        if places is not None:
+            grad = grad[places].sum(1)
+        return grad, None, None, None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, exchange, format):
+        # What a leaf has as its .grad is to be plain: it may be added to.
+        ctx.exchange, ctx.format, ctx.is_leaf = exchange, format, y.is_leaf
+        return exchange.back(_values(y))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad = _sent_forth(grad, ctx.exchange, ctx.format)
+        return _values(grad) if ctx.is_leaf else grad, None, None
+
+
+def _values(x):
+    return ops.dequantize(x, dtype=x.dtype) if holds_codes(x) else x
+
+
+def to_experts(
+    x: Tensor, exchange: Exchange, format: str | None, index: Tensor | None = None, places: Tensor | None = None
+) -> Tensor:
+    """Rows (R, K) of this rank's experts, expert by expert, in the dtype of x; quantized, where `format` has rows.
+
+    x: (T, K), sent as they are, or as x[index], of which (T, times) `places` are those of each row."""
+    return _ToExperts.apply(x, exchange, format, index, places)
+
+
+def from_experts(y: Tensor, exchange: Exchange, format: str | None) -> Tensor:
+    """The rows that this rank sent, in the order in which it did, as its experts and those of other ranks made them of
+    y (R, K). The gradient that y gets is quantized, where `format` has rows."""
+    return _FromExperts.apply(y, exchange, format)
+
+
+def bytes_sent(exchange: Exchange, x: Tensor, format: str | None) -> int:
+    """What a forward and backward of tokens like x, by this exchange, send to other ranks, for `qshard.report`."""
+    forth, back = exchange.leaving()
+    values = x.shape[1] * x.element_size()
+    row = values if format is None else ops.row_image(ops.quantize(x[:0], format)).shape[1]
+    return 2 * (forth * row + back * values)
