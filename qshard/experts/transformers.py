@@ -15,11 +15,18 @@ NAME = "qshard"
 
 
 def register() -> None:
-    """Makes "qshard" one of transformers' experts_implementation."""
+    """Makes "qshard" one of transformers' experts_implementation, and of its ep_implementation."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     know_activations()
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:  # earlier versions have no other ways to dispatch tokens
+        return
+    from qshard.experts.transformers_parallel import TokensInCodes
+
+    EPImplementationInterface.register(NAME, TokensInCodes)
 
 
 def runs_as_experts(cls: type) -> bool:
@@ -90,8 +97,7 @@ def experts_forward(
     """The forward of an experts module of transformers. hidden_states: (T, H); top_k_index, top_k_weights: (T, k),
     where numbers from num_experts on, of experts on other ranks, add nothing. The host never waits for the device,
     and torch.compile finds one graph. Where no stack is quantized this is transformers' "grouped_mm"."""
-    has_gate = getattr(self, "has_gate", True)
-    first = "gate_up_proj" if has_gate else "up_proj"
+    first = first_name(self)
     if not (stacks.is_quantized_stack(self, first) or stacks.is_quantized_stack(self, "down_proj")):
         return _plain_forward(self, hidden_states, top_k_index, top_k_weights)
     top_k = top_k_index.shape[-1]
@@ -101,12 +107,21 @@ def experts_forward(
     places[order] = torch.arange(len(order), device=order.device)
 
     x = PickRows.apply(hidden_states, order // top_k, places, top_k)
-    y = stacks.swiglu(self, x, first, None, "down_proj", offs) if is_swiglu(self) else None
-    x = _by_steps(self, x, first, offs) if y is None else y
-    if getattr(self, "has_post_expert_norm", False):
-        x = self.post_expert_norm(x)
+    x = rows_forward(self, x, offs)
     x = PickRows.apply(x, places, order, 1).unflatten(0, (-1, top_k))
     return (x * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def rows_forward(module: nn.Module, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """What experts make of rows (R, H) that lie expert by expert, before the weights of tokens multiply it."""
+    first = first_name(module)
+    y = stacks.swiglu(module, x, first, None, "down_proj", offs) if is_swiglu(module) else None
+    x = _by_steps(module, x, first, offs) if y is None else y
+    return module.post_expert_norm(x) if getattr(module, "has_post_expert_norm", False) else x
+
+
+def first_name(module: nn.Module) -> str:
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
 
 
 def _by_steps(module, x, first, offs):
