@@ -9,17 +9,18 @@ quantizes the modules that the converter marked, where each parameter is a DTens
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 from qshard import module_state
-from qshard.integrations.torchtitan import options, quantized_modules
+from qshard.integrations.torchtitan import options, quantized_modules, token_dispatcher
 from qshard.integrations.torchtitan.checkpoints import checkpoint_beside
 from qshard.integrations.torchtitan.selective import saving_quantized_linears
 
 from torchtitan.components import checkpoint
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
 
@@ -50,12 +51,21 @@ class QShardConverter(QuantizationConverter):
         """For keep_master=False: save scales beside the model, too, with which its values come back as the
         same codes; NVFP4 and weights rounded stochastically may else be quantized by others"""
 
+        tokens: Literal["values", "codes"] = "values"
+        """Under expert parallelism: how tokens, and gradients of what experts made of them, are sent to the ranks of
+        their experts. "codes" are those that the experts multiply, of mxfp8 and float8_blockwise"""
+
         filter_fqns: list[str] = field(default_factory=lambda: ["router.gate"])
         """Parts of the names of linears and experts ("inner_experts") that stay plain"""
 
     def __init__(self, config: Config):
         self.config = config
         options.check(config)
+        if config.tokens == "codes" and config.weight_only:
+            raise ValueError(
+                'QShardConverter: tokens="codes" sends what quantized experts multiply, which weight_only leaves as '
+                "values; use one of the two"
+            )
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         for kind, built_as in (
@@ -72,6 +82,8 @@ class QShardConverter(QuantizationConverter):
                     parent[attribute] = converted
                 else:
                     setattr(parent, attribute, converted)
+                if isinstance(parent, RoutedExperts.Config):
+                    token_dispatcher.choose(parent, self.config)
         return model_config
 
 

@@ -10,7 +10,7 @@ import torch
 import torchtitan.config
 from qshard import module_state
 from qshard.activation_checkpointing import PRODUCTS
-from qshard.integrations.torchtitan import options
+from qshard.integrations.torchtitan import expert_parallel, options
 from qshard.integrations.torchtitan.checkpoints import checkpoint_beside
 from qshard.model.choosing import warn_of_what_is_left
 
@@ -45,6 +45,10 @@ class QShard:
 
     experts: bool = False
     """Stacks of experts (GroupedExperts), too"""
+
+    tokens: Literal["values", "codes"] = "values"
+    """With experts = true, under expert parallelism: how tokens, and gradients of what experts made of them, are sent
+    to the ranks of their experts. "codes" are those that the experts multiply, of mxfp8 and float8_blockwise"""
 
     fuse: bool = False
     """Norms, gated MLPs and rotary embeddings as fused steps (qshard.fuse_)"""
@@ -88,6 +92,11 @@ class QShardConverter(QuantizationConverter):
                 )
         self.config = getattr(job_config.quantize, "qshard", None) or QShard()
         options.check(self.config)
+        if self.config.tokens == "codes" and (self.config.weight_only or not self.config.experts):
+            raise ValueError(
+                'quantize.qshard: tokens = "codes" sends what quantized experts multiply; set experts = true, without '
+                "weight_only, or leave tokens out"
+            )
 
     def convert(self, model: torch.nn.Module) -> None:
         config = self.config
@@ -99,6 +108,8 @@ class QShardConverter(QuantizationConverter):
             **options.arguments(config),
         )
         module_state.of(model).saves_scales = config.checkpoint_scales
+        if config.tokens == "codes":
+            expert_parallel.send_tokens_in_codes(model)
         hint = "torchtitan's other converters may have a format for them"
         if not config.experts:
             hint = f"quantize.qshard.experts = true takes experts; {hint}"

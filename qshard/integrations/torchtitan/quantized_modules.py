@@ -6,12 +6,13 @@ import qshard
 import torch
 from qshard import module_state
 from qshard.integrations.torchtitan import options
+from qshard.integrations.torchtitan.token_dispatcher import TokensInCodes
 from qshard.model.state_buffers import without_wrappers
 from qshard.nn.linear_subclasses import quantized_class, runs_as_linear
 from torch import nn
 
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 
 def linear_class(cls: type) -> type:
@@ -54,6 +55,9 @@ def quantize(model: nn.Module, parallel_dims) -> None:
         _quantize(model, config, modules, parallel_dims)
     for _, module in awaiting:
         module_state.find(module).awaits = None
+    for module in model.modules():
+        if isinstance(module, RoutedExperts) and isinstance(module.token_dispatcher, TokensInCodes):
+            module.token_dispatcher.state = module_state.of(module)
     saves_scales = any(config.checkpoint_scales for config, _ in by_config.values())
     module_state.of(model).saves_scales = saves_scales
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from collective_calls import ExchangedRows
 from dist_helpers import on_ranks, shared_folder
 from models.weights import different, local_values
 from safetensors.torch import load_file
@@ -245,9 +246,34 @@ def test_experts_train_in_codes_beside_a_plain_twin(recipe, ep, steps, more):
     assert not job.said
 
 
+IN_CODES = "--quantize.qshard.tokens=codes"
+
+
 @on_ranks(2, devices=("cpu",))
-def test_experts_resume_bit_for_bit():
-    arguments = ("--parallelism.expert_parallel_degree=2", EXPERTS)
+def test_tokens_travel_in_codes_beside_those_that_travel_as_values():
+    arguments = "--parallelism.expert_parallel_degree=2", EXPERTS, "--quantize.qshard.recipe=mxfp8"
+    modes = ("--activation_checkpoint.mode=none",), ("--activation_checkpoint.selective_ac_option=op",)
+    results = []
+    with shared_folder() as folder:
+        for more in ((), *((IN_CODES, *mode) for mode in modes)):
+            job = Job(folder, *arguments, *more, model="deepseek_v3")
+            names = quantized_names(job)
+            with ExchangedRows() as sent:
+                losses = job.train(range(2))
+            assert quantized_names(job) == names and len([n for n in names if ".moe.experts." in n]) == 15
+            results.append((losses, len(sent.in_codes())))
+            assert (qshard.report(job.model).sent().tokens > 0) == bool(more)
+    (values, none), (codes, count), selective = results
+    assert none == 0 and count == 2 * 2 * 5  # tokens and gradients, of five layers in two steps
+    assert selective == (codes, count)
+    torch.testing.assert_close(torch.tensor(codes), torch.tensor(values), rtol=5e-3, atol=0)
+    assert codes != values
+
+
+@pytest.mark.parametrize("more", [(), (IN_CODES,)])
+@on_ranks(2, devices=("cpu",))
+def test_experts_resume_bit_for_bit(more):
+    arguments = ("--parallelism.expert_parallel_degree=2", EXPERTS, *more)
     _, said = resume("deepseek_v3", "float8_blockwise", "disabled", arguments)
     assert not said
 
@@ -348,3 +374,6 @@ def test_wrong_options_are_refused():
             Job(folder, *parallel)
         with pytest.raises(SystemExit):  # of torchtitan's own parser
             Job(folder, "--quantize.qshard.recipe=int8")
+        for more in ((), (EXPERTS, "--quantize.qshard.weight-only")):
+            with pytest.raises(ValueError, match="set experts = true, without weight_only"):
+                Job(folder, IN_CODES, *more, model="deepseek_v3")

@@ -1,6 +1,8 @@
 """Mixtures of experts of torchtitan 0.3 on two ranks, with stacks of experts in codes, beside plain twins."""
 
 import pytest
+import torch
+from collective_calls import ExchangedRows
 from dist_helpers import on_ranks, on_worlds, shared_folder
 from titan_jobs import (
     Job,
@@ -8,9 +10,12 @@ from titan_jobs import (
     configured,
     exports,
     resumes,
+    stay_plain,
     trains_beside_a_plain_twin,
     trains_compiled,
 )
+
+import qshard
 
 BUDGET_S = 300
 EXPERT = {"expert_parallel_degree": 2}
@@ -34,6 +39,29 @@ def test_experts_train_in_codes(world, model, recipe, parallelism, steps):
     sections = {"parallelism": parallelism}
     results = world.run(trains_beside_a_plain_twin, model, {"recipe": recipe}, steps, sections)
     assert_close(results, 0.05 if recipe == "nvfp4" else 0.01)
+
+
+@pytest.mark.parametrize("backend", ["spmd_types", "partial_dtensor"])
+@on_ranks(2, devices=("cpu",))
+def test_tokens_travel_in_codes_beside_those_that_travel_as_values(backend):
+    sections, results, dims = {"parallelism": {**EXPERT, "spmd_backend": backend}}, [], None
+    for how in ("values", "codes"):
+        with shared_folder() as folder, ExchangedRows() as sent:
+            quantization = {"recipe": "mxfp8", "tokens": how}
+            job = Job(configured("deepseek_v3", quantization=quantization, **sections), folder, dims=dims)
+            dims = job.dims
+            results.append((job.train(range(2)), len(sent.in_codes())))
+            assert job.plain_names() == stay_plain(job)
+        assert (qshard.report(job.model).sent().tokens > 0) == (how == "codes")
+    (values, none), (codes, count) = results
+    assert none == 0 and count == 2 * 2  # tokens and gradients, of one layer in two steps
+    assert codes != values
+    torch.testing.assert_close(torch.tensor(codes), torch.tensor(values), rtol=5e-3, atol=0)
+
+
+def test_tokens_in_codes_are_refused_where_they_mean_nothing():
+    with pytest.raises(ValueError, match="which weight_only leaves as values"):
+        configured("deepseek_v3", quantization={"tokens": "codes", "weight_only": True})
 
 
 @pytest.mark.parametrize(
