@@ -1,18 +1,24 @@
 """End to end: layers of experts trained with FSDP2, plain and with quantized weights.
 
-    torchrun --nproc-per-node 2 bench/train_experts.py [FORMAT …] [--layers 2] [--tokens 8192] [--steps 12]
+    torchrun --nproc-per-node 2 bench/train_experts.py [CONFIGURATION …] [--layers 2] [--tokens 8192] [--steps 12]
+    torchrun --nproc-per-node 2 bench/train_experts.py --ep 2 [float8_blockwise float8_blockwise:values]
 
 A layer is an RMSNorm, a router over 32 experts of which a token takes 4, and SwiGLU experts of width 1536 at a
 dimension of 4096: a slice of a model that is shaped like DeepSeek's. Attention is left out. bf16 is plain FSDP2
-(fp32 parameters, computing in bfloat16, F.grouped_mm); a FORMAT quantizes the stacks, and runs `swiglu_experts`. The
+(fp32 parameters, computing in bfloat16, F.grouped_mm); a format quantizes the stacks, and runs `swiglu_experts`. The
 configurations take turns, step by step, from the same values on the same tokens.
 
+--ep N: N ranks share the experts of a layer, FSDP2 is over the others, and qshard.TokenDispatcher sends tokens, bf16's
+too; those of a format in codes, or as FORMAT:values says.
+
 Step: median of the time between CUDA events around a step with its optimizer. Gathered: what a rank receives of one
-layer's parameters, once. Kept: memory between forward and backward, less that before. Loss: the mean over the last
+layer's parameters, once. Dispatched: what a rank sends to experts of all ranks in a step, tokens and gradients of
+results; exchanged: these, results and gradients of tokens. Kept: memory between forward and backward, less that before. Loss: the mean over the last
 three steps, which should be near bf16's.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from statistics import mean, median
 
@@ -23,10 +29,16 @@ from measuring import Results, Row, Stopwatch, at_least, at_most
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import qshard
 
-DIM, WIDTH, EXPERTS, CHOSEN = 4096, 1536, 32, 4
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from metering import collective_bytes  # noqa: E402
+
+EXPERTS, CHOSEN = 32, 4
+DIM, WIDTH = (4096, 1536) if "--tiny" not in sys.argv else (256, 96)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Experts(nn.Module):
@@ -37,15 +49,23 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, DIM, WIDTH) / WIDTH**0.5)
 
     def forward(self, x, offs):
-        if torch.ops.qshard.is_quantized(self.gate):
-            return torch.ops.qshard.swiglu_experts(x, self.gate, self.up, self.down, offs)
-        hidden = F.silu(F.grouped_mm(x, self.gate.mT, offs=offs)) * F.grouped_mm(x, self.up.mT, offs=offs)
-        return F.grouped_mm(hidden, self.down.mT, offs=offs)
+        gate, up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.gate, self.up, self.down))
+        if torch.ops.qshard.is_quantized(gate):
+            return torch.ops.qshard.swiglu_experts(x, gate, up, down, offs)
+        hidden = F.silu(F.grouped_mm(x, gate.mT, offs=offs)) * F.grouped_mm(x, up.mT, offs=offs)
+        return F.grouped_mm(hidden, down.mT, offs=offs)
+
+    def distribute(self, mesh):
+        for name, stack in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(distribute_tensor(stack.detach(), mesh, [Shard(0)])))
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    """dispatcher: qshard.TokenDispatcher, or None; format: tokens travel in its codes, or as values without."""
+
+    def __init__(self, dispatcher, format):
         super().__init__()
+        self.dispatcher, self.format = dispatcher, format
         self.norm = nn.RMSNorm(DIM)
         self.router = nn.Linear(DIM, EXPERTS, bias=False)
         self.experts = Experts()
@@ -53,6 +73,10 @@ class Layer(nn.Module):
     def forward(self, x):
         normed = self.norm(x)
         weights, chosen = self.router(normed).float().softmax(-1).topk(CHOSEN)
+        if self.dispatcher is not None:
+            rows, counts, routes = self.dispatcher.dispatch(normed, chosen, self.format)
+            rows = self.experts(rows, counts.cumsum(0, dtype=torch.int32))
+            return x + self.dispatcher.combine(rows, routes, weights.to(rows.dtype))
         order = chosen.flatten().argsort(stable=True)
         counts = torch.zeros(EXPERTS, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32))
@@ -64,29 +88,45 @@ class Layer(nn.Module):
 class Training:
     """One configuration: its model, optimizer and records."""
 
-    def __init__(self, name, layers, mesh):
+    def __init__(self, name, layers, mesh, expert_mesh):
         torch.manual_seed(0)
-        self.name = name
-        with torch.device("cuda"):
-            self.model = nn.Sequential(*(Layer() for _ in range(layers)))
-        if name != "bf16":
+        self.name, is_parallel = name, expert_mesh["ep"].size() > 1
+        format, _, option = name.partition(":")
+        if option not in ("", "values"):
+            raise SystemExit(f"{name}: unknown {option}")
+        dispatcher = qshard.TokenDispatcher(EXPERTS, expert_mesh["ep"]) if is_parallel else None
+        with torch.device(DEVICE):
+            self.model = nn.Sequential(
+                *(Layer(dispatcher, None if "bf16" == format or option else format) for _ in range(layers))
+            )
+        for layer in self.model if is_parallel else ():
+            layer.experts.distribute(expert_mesh["ep"])
+        if format != "bf16":
             qshard.quantize_(
-                self.model, name, filter_fn=lambda module, name: False,
+                self.model, format, filter_fn=lambda module, name: False,
                 parameter_fn=lambda parameter, name: parameter.dim() == 3,
+                tp_mesh=expert_mesh["ep"] if is_parallel else None,
             )  # fmt: skip
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for layer in self.model:
+            if is_parallel:
+                experts = fully_shard(layer.experts, mesh=expert_mesh["efsdp"], mp_policy=bf16)
+                experts.set_gradient_divide_factor(mesh.size())
+                experts.set_force_sum_reduction_for_comms(DEVICE == "cpu")  # gloo cannot multiply first
             fully_shard(layer, mesh=mesh, mp_policy=bf16)
         fully_shard(self.model, mesh=mesh, mp_policy=bf16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        experts = [p for layer in self.model for p in layer.experts.parameters()]
+        others = [p for p in self.model.parameters() if not any(p is expert for expert in experts)]
+        groups = [{"params": others}, {"params": experts}]  # an operator on several DTensors takes one mesh
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
         self.milliseconds, self.losses, self.kept = [], [], []
 
     def step(self, x, target):
-        watch = Stopwatch("cuda")
+        watch = Stopwatch(DEVICE)
         watch.mark()
-        before = torch.cuda.memory_allocated()
+        before = allocated()
         loss = F.mse_loss(self.model(x).float(), target.float())
-        self.kept.append((torch.cuda.memory_allocated() - before) / 2**20)
+        self.kept.append((allocated() - before) / 2**20)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -94,11 +134,21 @@ class Training:
         self.milliseconds.append(watch.intervals()[0])
         self.losses.append(loss.item())
 
+    def exchanged(self, x, target):
+        """MiB of a step's all-to-alls: of tokens and gradients that go to experts, and of all."""
+        with collective_bytes(by_dtype=True) as bytes:
+            self.step(x, target)
+        self.milliseconds.pop(), self.losses.pop(), self.kept.pop()
+        found = {dtype: n / 2**20 for (name, dtype), n in bytes.items() if name == "alltoall_base"}
+        values = sum(n for dtype, n in found.items() if dtype == "c10::BFloat16")
+        codes = found.get("unsigned char", 0)
+        return codes or values / 2, values + codes
+
     def gathered(self):
         """MiB that one layer's parameters take on the wire."""
         total = 0
         for parameter in self.model[0].parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if torch.ops.qshard.is_quantized(local):
                 total += torch.ops.qshard.codes(local).nbytes
             else:
@@ -106,32 +156,46 @@ class Training:
         return total * dist.get_world_size() / 2**20
 
 
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("formats", nargs="*", default=["float8_blockwise"])
+    parser.add_argument("configurations", nargs="*", default=["float8_blockwise"])
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share experts")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank and step")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--tiny", action="store_true", help="narrow layers, to try the script")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank())
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    runs = [Training(name, args.layers, mesh) for name in ("bf16", *args.formats)]
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    experts = init_device_mesh(DEVICE, (mesh.size() // args.ep, args.ep), mesh_dim_names=("efsdp", "ep"))
+    runs = [Training(name, args.layers, mesh, experts) for name in ("bf16", *args.configurations)]
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(args.steps):
-        x = torch.randn(args.tokens, DIM, device="cuda", dtype=torch.bfloat16)
-        target = torch.randn(args.tokens, DIM, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(args.tokens, DIM, device=DEVICE, dtype=torch.bfloat16)
+        target = torch.randn(args.tokens, DIM, device=DEVICE, dtype=torch.bfloat16)
         for run in runs:
             run.step(x, target)
+    sent = {run: run.exchanged(x, target) for run in runs} if args.ep > 1 else {}
     plain, *others = runs
     results = Results("qshard train_experts", seconds=600)
     size = f"{args.layers} layers, {args.tokens} tokens, {dist.get_world_size()} GPUs"
 
     def of(run):
         yield Row(f"step, {run.name}", size, median(run.milliseconds[3:]), median(plain.milliseconds[3:]), "ms", at_most(0.75))
-        yield Row(f"gathered, {run.name}", size, run.gathered(), plain.gathered(), "MiB", at_most(0.51))
-        yield Row(f"kept, {run.name}", size, median(run.kept[3:]), median(plain.kept[3:]), "MiB", at_most(1))
+        if not sent:
+            yield Row(f"gathered, {run.name}", size, run.gathered(), plain.gathered(), "MiB", at_most(0.51))
+        for what, mine, theirs in zip(("dispatched", "exchanged") if sent else (), *(sent.get(r, ()) for r in (run, plain))):
+            goal = at_most(0.53) if what == "dispatched" and not run.name.endswith(":values") else None
+            yield Row(f"{what}, {run.name}", size, mine, theirs, "MiB", goal)
+        if DEVICE == "cuda":
+            yield Row(f"kept, {run.name}", size, median(run.kept[3:]), median(plain.kept[3:]), "MiB", at_most(1))
         yield Row(f"loss, {run.name}", size, mean(run.losses[-3:]), mean(plain.losses[-3:]), "", at_least(0.99))
 
     for run in others:

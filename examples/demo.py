@@ -150,7 +150,7 @@ def table(runs: list[dict]) -> str:
     plain, rows = runs[0], []
     measured = {"weight B/rank": ("weight_bytes", "{:,}"), "gathered B/step": ("gathered_bytes", "{:,}"),
                 "dispatched B/step": ("dispatched_bytes", "{:,}"), "steps/s": ("steps_per_second", "{:.2f}")}
-    if not plain["dispatched_bytes"]:
+    if not plain.get("dispatched_bytes"):
         del measured["dispatched B/step"]
     header = ["", "loss train", "validation", *(cell for name in measured for cell in (name, ""))]
     for run in runs:

@@ -18,8 +18,9 @@ ITEM_SIZE = {"unsigned char": 1, "c10::BFloat16": 2, "c10::Half": 2, "float": 4,
 
 
 @contextmanager
-def collective_bytes():
-    """Yields a Counter that holds, on exit, this rank's bytes by collective of the process groups.
+def collective_bytes(by_dtype: bool = False):
+    """Yields a Counter that holds, on exit, this rank's bytes by collective of the process groups, or by
+    (collective, dtype in the profiler's words).
 
     An all-gather counts by its output, anything else by what the rank puts in. The profiler sees
     each c10d operator wherever it is issued: FSDP2's hooks, autograd's threads, C++ code.
@@ -38,18 +39,19 @@ def collective_bytes():
         if namespace == "c10d":
             around = [caller for caller in callers if caller["tid"] == event["tid"]
                       and 0 <= event["ts"] - caller["ts"] <= caller["dur"]]
-            counted[name.strip("_")] += operator_bytes(name, event["args"], around)
+            kind, nbytes = operator_bytes(name, event["args"], around)
+            counted[(name.strip("_"), kind) if by_dtype else name.strip("_")] += nbytes
 
 
-def operator_bytes(name: str, event: dict, around: list[dict]) -> int:
-    """Bytes of one c10d operator, from the argument shapes and types that the profiler noted. `around`:
+def operator_bytes(name: str, event: dict, around: list[dict]) -> tuple[str, int]:
+    """Dtype and bytes of one c10d operator, from the argument shapes and types that the profiler noted. `around`:
     DTensor's operators that called it."""
     index = 1 if "reduce_scatter" in name else 0  # (output, input, …); in place: (tensors, …)
     shape, kind = event["Input Dims"][index], event["Input type"][index]
     if kind == "TensorList":  # noted without dtypes; the in-place reductions here are of 4-byte types
         size = ITEM_SIZE[around[0]["args"]["Input type"][0]] if around else 4
-        return sum(math.prod(s) * size for s in shape)
-    return math.prod(shape) * ITEM_SIZE[kind]
+        return kind, sum(math.prod(s) * size for s in shape)
+    return kind, math.prod(shape) * ITEM_SIZE[kind]
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
