@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
 #include <map>
@@ -16,6 +17,11 @@ namespace qshard {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
+
+/// NCCL returns no work where a call is not asynchronous: it is on the current stream.
+void wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (work) work->wait();
+}
 
 // torch 2.15 has other names for these. In 2.11 a process group that is written in Python, which
 // has no backends, is asked for lists of tensors by C++, as functional collectives ask it.
@@ -76,13 +82,13 @@ class ProcessGroupHandle final : public RankGroup {
     auto sizes = part.sizes().vec();
     sizes.front() *= group->getSize();
     std::vector<at::Tensor> whole{at::empty(sizes, part.options())}, own{part};
-    gather(*group, whole, own)->wait();
+    wait_for(gather(*group, whole, own));
     return whole.front();
   }
 
   void sum_and_scatter(std::vector<at::Tensor> whole, std::vector<at::Tensor> part) const override {
     const auto group = get();
-    scatter(*group, whole, part)->wait();
+    wait_for(scatter(*group, whole, part));
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> get() const { return c10d::resolve_process_group(name()); }
