@@ -117,8 +117,8 @@ def _check(name, experts, rank, lost, digests, facts):
         raise ValueError(f"{name}: rank {refused[0]} of the group raised an error; see what it says of its tokens")
     if other:
         raise ValueError(
-            f"{name}: rank {other[0]} of the group has tokens of other columns, dtype or format than rank {rank}, which "
-            f"has {', '.join(map(str, facts))}; give all ranks the same"
+            f"{name}: rank {other[0]} of the group has tokens of other columns, dtype or format than rank {rank}, "
+            f"which has {', '.join(map(str, facts))}; give all ranks the same"
         )
     for r, count in enumerate(lost):
         if count:
@@ -140,8 +140,8 @@ def _by_expert(counts, rows):
 
 
 def row_format(format: str | None, name: str | None = None) -> str | None:
-    """The format of rows that meet weights of a format, if each row has all of its scales; None: values are sent, which
-    a warning of `name` says once of each format. format: None of plain weights."""
+    """The format of rows that meet weights of a format, if each row has all of its scales; None: values are sent,
+    which a warning of `name` says once of each format. format: None of plain weights."""
     if format is None:
         return None
     rows = info_of(format).activations.row_format

@@ -1,7 +1,8 @@
 """Tokens in codes under torchtitan 0.2's ExpertParallel, for experts that are marked for it.
 
 ExpertParallel is made within torchtitan's parallelize function, which has no place for another one, so its two
-exchanges ask here first: https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan/distributed/expert_parallel.py"""
+exchanges ask here first:
+https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan/distributed/expert_parallel.py"""
 
 import functools
 
