@@ -159,13 +159,6 @@ void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::Li
 
 void mark_written(const Tensor& self) { buffer_of(self).written(); }
 
-/// What a linear of these weights is about to ask, before it sends anything: an error where codes
-/// wait for a flush that other ranks take part in.
-void check_codes_can_be_read(at::TensorList self) {
-  for (const Tensor& weight : self)
-    ensure_codes_current(impl_of(weight).buffer(), "qshard::linear");
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
@@ -177,7 +170,6 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_quantize_share", &quantize_share, Takes::kValuesOrMeta>(m);
   implement<"_flush_after_step", &flush_after_step, Takes::kEachDevice>(m);
   implement<"_mark_written", &mark_written, Takes::kAnything>(m);
-  implement<"_check_codes_can_be_read", &check_codes_can_be_read, Takes::kEachDevice>(m);
 }
 
 }  // namespace qshard

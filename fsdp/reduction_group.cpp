@@ -73,7 +73,7 @@ class ProcessGroupHandle final : public RankGroup {
     // Amaxes of CPU-offloaded parameters under NCCL go through the GPU.
     std::vector<at::Tensor> tensors{is_served || devices.empty() ? bits
                                                                  : bits.to(devices.front().type())};
-    group->allreduce(tensors, options)->wait();
+    wait_for(group->allreduce(tensors, options));
     if (!tensors.front().is_same(bits)) bits.copy_(tensors.front());
   }
 

@@ -88,6 +88,9 @@ void define_process(torch::Library& m) {
   static_method<"Process.traced_fallbacks", &traced_fallbacks_op>(type);
   static_method<"Process.why_dequantized", &why_dequantized_op>(type);
   static_method<"Process.gemm_verdicts", &gemm_verdicts_op>(type);
+  static_method<"Process.shares_input_codes", &shares_input_codes, Takes::kAnything>(type);
+  static_method<"Process.check_codes_can_be_read", &check_codes_can_be_read, Takes::kEachDevice>(
+      type);
   static_method<"Process.foreign_owner_of_key", &foreign_owner_of_key_op>(type);
 }
 

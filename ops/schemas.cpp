@@ -166,7 +166,6 @@ TORCH_LIBRARY(qshard, m) {
       "_normalize_backward(Tensor grad, Tensor input, Tensor weight, Tensor statistics, "
       "bool zero_centered_gamma, bool needs_parameters, Tensor? added=None) "
       "-> (Tensor, Tensor, Tensor)");
-  m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
   m.def(
       "_grouped_gemm(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor offs, *, "
@@ -227,7 +226,6 @@ TORCH_LIBRARY(qshard, m) {
       "_flush_after_step(Tensor[] self, int[] groups, bool[] has_grad, Tensor? found_inf, "
       "bool is_step=True, bool kernels_tell=True) -> ()");
   m.def("_mark_written(Tensor self) -> ()");
-  m.def("_check_codes_can_be_read(Tensor[] self) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
@@ -268,7 +266,6 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_normalize", &normalize>(m);
   implement<"_quantize_normalized", &quantize_normalized>(m);
   implement<"_normalize_backward", &normalize_backward>(m);
-  implement<"_shares_input_codes", &shares_input_codes, Takes::kAnything>(m);
   implement<"_transposed_operand", &transposed_operand>(m);
   implement<"_grouped_gemm", &grouped_gemm_op>(m);
 

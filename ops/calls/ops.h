@@ -173,6 +173,9 @@ inline bool is_traced_or_subclass(const Tensor& x) {
 /// Whether eager linears that autograd records share the codes of `input`, on a device that has
 /// FP8 GEMMs.
 bool shares_input_codes(const Tensor& input);
+/// What a linear of these weights is about to ask, before it sends anything: an error where codes
+/// wait for a flush that other ranks take part in.
+void check_codes_can_be_read(at::TensorList weights);
 
 /// x (M, K) as the values that wgrad contracts along M: kernels/linear/block_scaled_operand.h.
 Tensor transposed_operand(const Tensor& x, bool hadamard);

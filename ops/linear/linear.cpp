@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "dispatch/aten/matmul.h"
+#include "dispatch/flush/flush.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "kernels/linear/block_scaled_operand.h"
@@ -157,6 +158,12 @@ InputCodeScope::InputCodeScope(const Tensor& input) : previous_(t_shared_input) 
   t_shared_input = &input_;
 }
 InputCodeScope::~InputCodeScope() { t_shared_input = previous_; }
+
+void check_codes_can_be_read(at::TensorList weights) {
+  for (const Tensor& weight : weights) {
+    ensure_codes_current(impl_of(weight).buffer(), "qshard::linear");
+  }
+}
 
 bool shares_input_codes(const Tensor& input) {
   return static_cast<bool>(record_of_activation(input));

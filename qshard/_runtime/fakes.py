@@ -296,7 +296,6 @@ EFFECTS = (
     "flush",  # codes follow the value
     "_flush_after_step",
     "_mark_written",  # whether a flush is due
-    "_check_codes_can_be_read",  # an error before collectives, or a flush
     "_pre_all_gather",  # it flushes, and begins a gather, which one of the next two ends
     "_gather_over_mesh",
     "_post_all_gather",

@@ -11,14 +11,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from qshard._runtime.classes import Process
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.library import mark_local_part
 from qshard._runtime.placement import group_names
 from qshard.modules.module_apply import distributed
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.shared import current_slot, shared
-
-ops = torch.ops.qshard
 
 MODES = {"column": 0, "row": 1, None: None}  # the dimension of a weight that the ranks cut
 
@@ -157,7 +156,7 @@ def check_can_be_read(weights):
     if torch.compiler.is_compiling():
         return
     parts = [local_of(weight) for weight in weights]
-    ops._check_codes_can_be_read([part for part in parts if holds_codes(part)])
+    Process.check_codes_can_be_read([part for part in parts if holds_codes(part)])
 
 
 def local_part(parameter: torch.Tensor, is_summed: bool = False) -> torch.Tensor:

@@ -12,9 +12,8 @@ import weakref
 
 import torch
 
+from qshard._runtime.classes import Process
 from qshard._runtime.library import keep_with, kept_with
-
-ops = torch.ops.qshard
 
 
 class Slot:
@@ -57,7 +56,7 @@ def shared(owner: torch.Tensor, key: tuple, make):
         return last[2]
     slot.forget()
     made = make()
-    if owner._version == 0 and ops._shares_input_codes(made) and keep_with((owner, mark := _Mark())):
+    if owner._version == 0 and Process.shares_input_codes(made) and keep_with((owner, mark := _Mark())):
 
         def owner_is_gone(reference):
             if slot.last is not None and slot.last[0] is reference:

@@ -326,7 +326,7 @@ OF_OPERATOR = {
     "columnwise_scale_inv": lambda d: {"self": d.quantized(32, format="mxfp8_1x32")},
     "tensor_scale_inv": lambda d: {"self": d.quantized(format="nvfp4")},
     "flush": lambda d: {"self": [d.quantized(), d.quantized().mul_(2)]},
-    "_check_codes_can_be_read": lambda d: {"self": [d.quantized()]},
+    "Process.check_codes_can_be_read": lambda d: {"weights": [d.quantized()]},
     "linear": dynamic,
     "linear_forward": lambda d: dynamic(d) | {"save_quantized_input": False, "input_rows": None},
     "linear_backward": backward,

@@ -33,7 +33,7 @@ TORCHS = re.compile(
 )
 # These look at the kind of tensors alone.
 MIXES_DEVICES = {
-    "is_quantized", "_can_normalize", "_norm_linear_reads_codes", "_shares_input_codes",
+    "is_quantized", "_can_normalize", "_norm_linear_reads_codes",
 }  # fmt: skip
 GIVES_ITS_INPUT_BACK = {"norm_linear"}
 ROWS, COLUMNS, LOGICAL_ROWS, MATRIX_ROWS, ROW_OFFSET = range(5)  # of what TensorState.pack gives as layout

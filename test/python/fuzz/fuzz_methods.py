@@ -24,6 +24,8 @@ STATIC = {
     "Process.traced_fallbacks": {"reads_only": "bool"},
     "Process.why_dequantized": {"device": "Device"},
     "Process.gemm_verdicts": {"device": "Device"},
+    "Process.shares_input_codes": {"input": "Tensor"},
+    "Process.check_codes_can_be_read": {"weights": "List[Tensor]"},
     "Process.foreign_owner_of_key": {},
 }  # fmt: skip
 

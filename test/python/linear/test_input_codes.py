@@ -16,6 +16,8 @@ from helpers import are_codes_of
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from qshard._runtime.classes import Process
+
 ops = torch.ops.qshard
 SHARING = ("float8_tensorwise", "float8_blockwise")
 FP8_FORMATS = (*SHARING, "float8_delayed")  # whose linears scale an input by their own history
@@ -190,7 +192,7 @@ def test_linears_share_codes_of_activations_alone(device):
     for shares, cases in ((True, ACTIVATIONS), (False, NOT_SHARED)):
         for name, make in cases.items():
             x = make(leaf(device))
-            if ops._shares_input_codes(x) != shares:
+            if Process.shares_input_codes(x) != shares:
                 wrong.append(f"{name}: {'not ' * shares}shared, {type(x.grad_fn).__name__}")
     assert not wrong, wrong
 
@@ -205,7 +207,7 @@ def under_fsdp2(param_dtype):
             self.linear = torch.nn.Linear(K, K)
 
         def forward(self, x):
-            seen.append((ops._shares_input_codes(x), ops._shares_input_codes(norm(x))))
+            seen.append((Process.shares_input_codes(x), Process.shares_input_codes(norm(x))))
             return self.linear(x)
 
     model = torch.nn.Sequential(Stage()).to(rank_device())

@@ -23,8 +23,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 import qshard
+from qshard._runtime.classes import Process
 
-ops = torch.ops.qshard
 SCHEDULES = (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)
 WIDTH, CHUNKS, MICROBATCHES, TOKENS, STEPS = 96, 4, 4, 16, 3
 
@@ -42,7 +42,7 @@ class Chunk(nn.Module):
 
     def forward(self, x):
         h = self.norm(self.first(x))
-        self.shared.add((ops._shares_input_codes(x), ops._shares_input_codes(h)))
+        self.shared.add((Process.shares_input_codes(x), Process.shares_input_codes(h)))
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import qshard
+from qshard._runtime.classes import Process
 
 BUDGET_S = 180
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
@@ -162,7 +163,7 @@ CODE_READS = {
     "mv": lambda param, shard: torch.mv(shard, inputs(param)[0]),
     "embedding": lambda param, shard: F.embedding(torch.empty(0, dtype=torch.long, device=device()), shard),
     "linear of a DTensor": lambda param, shard: linear_of_dtensor(param),
-    "check": lambda param, shard: ops._check_codes_can_be_read([shard]),
+    "check": lambda param, shard: Process.check_codes_can_be_read([shard]),
 }
 VALUE_READS = {
     "clone": lambda param, shard: shard.clone(),

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import qshard
+from qshard._runtime.classes import Process
 from qshard.tensor_parallel import collectives, shared
 
 BUDGET_S = 60
@@ -326,7 +327,7 @@ def test_linears_of_one_input_share_its_gather():
             def project(x, *args, linear=getattr(model, name), enter=enter):
                 entered = linear._qshard.parallel.enter(x, linear.message_format, ())
                 seen.append(entered)
-                made.append(ops._shares_input_codes(entered))
+                made.append(Process.shares_input_codes(entered))
                 return enter(x, *args)
 
             getattr(model, name).project = project
