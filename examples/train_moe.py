@@ -34,6 +34,8 @@ def parse_arguments(arguments=None):
         parser.error("--tp and --head-format are options of train_llama.py")
     if args.ep < 1 or args.experts % args.ep:
         parser.error(f"--ep {args.ep} does not divide --experts {args.experts}")
+    if not 1 <= args.top_k <= args.experts:
+        parser.error(f"--top-k {args.top_k} is not between 1 and --experts {args.experts}")
     return args
 
 
@@ -62,7 +64,7 @@ class MoE(nn.Module):
         scores, ids = shares.topk(self.top_k)
         chosen = F.one_hot(ids, shares.shape[-1]).sum(1).float()
         self.balance = shares.shape[-1] / self.top_k * (shares.mean(0) * chosen.mean(0)).sum()
-        format = self.experts.weight_format if self.sends_codes else None
+        format = self.experts.message_format if self.sends_codes else None
         rows, counts, routes = self.dispatcher.dispatch(tokens, ids, format)
         y = self.dispatcher.combine(self.experts(rows, counts), routes, scores.to(x.dtype))
         return y.view(x.shape)

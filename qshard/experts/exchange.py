@@ -65,7 +65,13 @@ def group_name(group: dist.ProcessGroup | dist.DeviceMesh | None) -> str:
     """The name of a process group, of the group of a mesh of one dimension, or of that of all ranks."""
     if isinstance(group, dist.DeviceMesh):
         group = group.get_group()
-    return (group or dist.group.WORLD).group_name
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("qshard: there is no process group; call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"qshard: {group!r} is no process group that this rank is in; give it to the ranks of a group")
+    return group.group_name
 
 
 def check_experts(name: str, experts: int, group: str) -> None:
@@ -87,7 +93,7 @@ def agree(name: str, experts: int, group: str, device: torch.device, prepare: Ca
     error, facts, prepared = None, (), None
     try:
         numbers, facts, prepared = prepare()
-    except (TypeError, ValueError) as raised:
+    except Exception as raised:  # of any kind: other ranks wait
         error, numbers = raised, torch.zeros(experts + 1, dtype=torch.int64, device=device)
     local = experts // ranks
     sent = numbers.new_empty(ranks, local + 2)

@@ -32,7 +32,7 @@ class TokenDispatcher(nn.Module):
     """Sends the tokens of a mixture of experts to the ranks that hold their experts, in the codes that these multiply,
     and brings back the results. It has no parameters.
 
-    >>> rows, counts, routes = dispatcher.dispatch(x, ids, experts.weight_format)
+    >>> rows, counts, routes = dispatcher.dispatch(x, ids, experts.message_format)
     >>> y = dispatcher.combine(experts(rows, counts), routes, scores)
 
     A token is quantized once, and its codes are sent to each of its experts. `rows` is a quantized tensor, which
@@ -55,7 +55,7 @@ class TokenDispatcher(nn.Module):
     def dispatch(self, x: Tensor, ids: Tensor, format: str | None = None) -> tuple[Tensor, Tensor, Routes]:
         """x: (T, K), float32, bfloat16 or float16; ids: (T, k) integers, the experts of each token.
 
-        format: of the weights that the rows meet, as `experts.weight_format` or `qshard.ops.format(stack)` says it.
+        format: of the weights that the rows meet, as `experts.message_format` or `qshard.ops.format(stack)` says it.
             None, of plain weights, sends values, and so does, with a warning, a format in which rows share scales.
 
         Returns (rows, counts, routes). rows: (R, K) in the dtype of x, those of this rank's first expert, then of its
@@ -112,16 +112,16 @@ def _check_tokens(x, ids):
             f"{_NAME}: needs tokens (T, K) of float32, bfloat16 or float16, got {x.dtype} of shape {tuple(x.shape)}"
         )
     is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if ids.dim() != 2 or len(ids) != len(x) or not is_integer or ids.device != x.device:
+    if ids.dim() != 2 or not ids.shape[1] or len(ids) != len(x) or not is_integer or ids.device != x.device:
         raise ValueError(
-            f"{_NAME}: needs ids of experts ({len(x)}, k) as integers on {x.device}, got {ids.dtype} of shape "
+            f"{_NAME}: needs ids of experts ({len(x)}, k), k > 0, as integers on {x.device}, got {ids.dtype} of shape "
             f"{tuple(ids.shape)} on {ids.device}"
         )
 
 
 def _sorted(ids, experts):
     """How many slots of ids (T, k) have each expert, and at last none, and the slots in the order of their experts."""
-    ids, order = torch.sort(ids.reshape(-1), stable=True)
-    edges = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
+    ids, order = torch.sort(ids.reshape(-1).long(), stable=True)  # uint8 cannot hold 256, the last edge of 256 experts
+    edges = torch.arange(experts + 1, device=ids.device)
     counts = torch.searchsorted(ids, edges).diff()
     return torch.cat([counts, len(ids) - counts.sum(0, keepdim=True)]), order

@@ -24,6 +24,11 @@ class Grouped(Initialized, torch.nn.Module):
 
     fuse_wgrad_accumulation = False
 
+    @property
+    def message_format(self) -> str | None:
+        """The format that rows are quantized to meet: that of the weights. None of plain ones, and with weight_only."""
+        return self._qshard.message_format
+
     def multiply(self, x: Tensor, name: str, offs: Tensor, bias: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """By the stack of this name. overwrite: wgrad replaces what main_grad holds."""
         weight, state = local_part(getattr(self, name)), self._qshard

@@ -277,3 +277,18 @@ def test_a_model_with_a_dispatcher_is_copied_and_pickled():
     x, ids, _ = tokens(dist.get_rank())
     rows, counts, routes = dispatcher.dispatch(x, ids)
     assert torch.equal(dispatcher.combine(rows, routes), x * SLOTS)
+
+
+@on_ranks(2)
+def test_ids_of_any_integers_and_errors_of_one_rank():
+    """No dtype of ids wraps around, and what one rank is given wrongly is an error of all, which the next call survives."""
+    x, ids = torch.randn(4, K, device=device()), torch.tensor([[0, 1], [2, 3], [3, 7], [7, 6]], device=device())
+    for experts, dtype in ((256, torch.uint8), (300, torch.int8), (128, torch.int16)):
+        dispatcher = qshard.TokenDispatcher(experts)
+        (_, want, _), (_, got, _) = dispatcher.dispatch(x, ids), dispatcher.dispatch(x, ids.to(dtype))
+        assert torch.equal(got, want), dtype
+    dispatcher = qshard.TokenDispatcher(EXPERTS)
+    for bad in (ids[:, :0], ids[:3], ids.float(), None):
+        with pytest.raises((ValueError, TypeError, AttributeError)):
+            dispatcher.dispatch(x, bad if dist.get_rank() == 1 else ids)
+        dispatcher.dispatch(x, ids)
