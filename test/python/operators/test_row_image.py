@@ -14,17 +14,6 @@ ops = torch.ops.qshard
 @ON_DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(40, 300), (128, 16), (130, 257), (0, 128), (3, 0)])
-def test_writes_through_the_image_are_noticed():
-    """Autograd refuses a backward of rows that were written, as of any tensor that it saved."""
-    rows = ops.quantize(torch.randn(48, 256), "float8_1x128")
-    weight = ops.quantize(torch.randn(32, 256), "float8_blockwise").requires_grad_()
-    for bytes in (ops.row_image(rows), ops.codes(rows).view(torch.uint8)):
-        y = torch.nn.functional.linear(rows, weight)
-        bytes.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
-
-
 def test_rows_are_the_packed_codes_of_an_input(shape, dtype, device):
     x = values(*shape, dtype) if shape[0] < 40 else odd_values(*shape).to(dtype)
     q = ops.quantize(x.to(device), ROWS)
@@ -97,3 +86,14 @@ def test_rows_that_are_none():
         ops.from_row_image(image, ROWS, columns=64, dtype=torch.float64)
     with pytest.raises(ValueError, match="not a window of whole rows"):
         ops.row_image(ops.quantize(values(4, 64), ROWS)[:, :16])
+
+
+def test_writes_through_the_image_are_noticed():
+    """Autograd refuses a backward of rows that were written, as of any tensor that it saved."""
+    rows = ops.quantize(torch.randn(48, 256), "float8_1x128")
+    weight = ops.quantize(torch.randn(32, 256), "float8_blockwise").requires_grad_()
+    for bytes in (ops.row_image(rows), ops.codes(rows).view(torch.uint8)):
+        y = torch.nn.functional.linear(rows, weight)
+        bytes.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
