@@ -34,7 +34,7 @@ class ModuleState:
     saves_scales = False  # torchtitan's checkpoint_scales
     tokens_sent = 0  # bytes of tokens that the last dispatch, its combine and their backward send to other ranks
     sends_tokens_in_codes = False  # torchtitan's tokens = "codes"
-    exchange = None  # of experts between their dispatch and its combine: the Exchange and the format of its rows
+    exchange = None  # experts between dispatch and combine keep the Exchange and the format of its rows
     awaits = None  # the options by which qshard_parallelize is to quantize a module of torchtitan's
 
     def __init__(self):

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from qshard._runtime.hooks import holds_codes
 from qshard.formats import info_of
+from qshard.nn.parts.grouped import inverse_of
 
 ops = torch.ops.qshard
 
@@ -93,7 +94,7 @@ def agree(name: str, experts: int, group: str, device: torch.device, prepare: Ca
     error, facts, prepared = None, (), None
     try:
         numbers, facts, prepared = prepare()
-    except Exception as raised:  # of any kind: other ranks wait
+    except Exception as raised:  # any error is told, since other ranks wait
         error, numbers = raised, torch.zeros(experts + 1, dtype=torch.int64, device=device)
     local = experts // ranks
     sent = numbers.new_empty(ranks, local + 2)
@@ -140,9 +141,7 @@ def _by_expert(counts, rows):
     ids = torch.arange(experts, device=counts.device).repeat(ranks)
     ids = ids.repeat_interleave(counts.reshape(-1), output_size=rows)
     order = torch.argsort(ids, stable=True)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(rows, device=order.device)
-    return order, places
+    return order, inverse_of(order)
 
 
 def row_format(format: str | None, name: str | None = None) -> str | None:
@@ -227,9 +226,10 @@ def from_experts(y: Tensor, exchange: Exchange, format: str | None) -> Tensor:
     return _FromExperts.apply(y, exchange, format)
 
 
-def bytes_sent(exchange: Exchange, x: Tensor, format: str | None) -> int:
-    """What a forward and backward of tokens like x, by this exchange, send to other ranks, for `qshard.report`."""
+def bytes_sent(exchange: Exchange, rows: Tensor) -> int:
+    """What a forward and backward of `rows`, as to_experts gave them by this exchange, send to other ranks, for
+    `qshard.report`."""
     forth, back = exchange.leaving()
-    values = x.shape[1] * x.element_size()
-    row = values if format is None else ops.row_image(ops.quantize(x[:0], format)).shape[1]
+    values = rows.shape[1] * rows.element_size()
+    row = ops.row_image(rows).shape[1] if holds_codes(rows) else values
     return 2 * (forth * row + back * values)

@@ -11,7 +11,7 @@ from qshard import module_state
 from qshard.experts import exchange
 from qshard.experts.exchange import Exchange
 from qshard.modules.outside_graphs import outside_graphs
-from qshard.nn.parts.grouped import PickRows
+from qshard.nn.parts.grouped import PickRows, inverse_of
 
 _NAME = "qshard.TokenDispatcher"
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,7 +22,7 @@ class Routes:
     """Which way tokens went, by which `combine` brings back what experts made of them."""
 
     exchange: Exchange
-    format: str | None  # of rows as they travel; None: values
+    format: str | None  # rows travel in it; None: values do
     order: Tensor  # (T * k,): the slot of each row, in the order in which they were sent
     places: Tensor  # (T * k,): the inverse
     slots: int  # k
@@ -73,11 +73,10 @@ class TokenDispatcher(nn.Module):
 
         found, (order, rows_format) = exchange.agree(_NAME, self.num_experts, self.group, x.device, prepare)
         slots = ids.shape[1]
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
+        places = inverse_of(order)
         index = order if slots == 1 else order // slots
         rows = exchange.to_experts(x, found, rows_format, index, places.view(-1, slots))
-        module_state.of(self).tokens_sent = exchange.bytes_sent(found, x, rows_format)
+        module_state.of(self).tokens_sent = exchange.bytes_sent(found, rows)
         return rows, found.counts, Routes(found, rows_format, order, places, slots)
 
     @outside_graphs

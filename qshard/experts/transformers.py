@@ -8,7 +8,7 @@ from torch import nn
 from qshard import module_state
 from qshard.experts import stacks
 from qshard.modules.made_classes import plain_forward
-from qshard.nn.parts.grouped import PickRows, ends_of
+from qshard.nn.parts.grouped import PickRows, ends_of, inverse_of
 from qshard.nn.parts.known_activations import know_activations, name_now
 
 NAME = "qshard"
@@ -103,8 +103,7 @@ def experts_forward(
     top_k = top_k_index.shape[-1]
     ids, order = torch.sort(top_k_index.reshape(-1))  # as transformers' own: rows in another order have other bits
     offs = ends_of(ids, self.num_experts)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    places = inverse_of(order)
 
     x = PickRows.apply(hidden_states, order // top_k, places, top_k)
     x = rows_forward(self, x, offs)

@@ -56,7 +56,7 @@ class Sent:
 
     weights: int
     gradients: int
-    tokens: int = 0  # of experts on other ranks
+    tokens: int = 0  # to experts on other ranks and back
 
 
 class Report(list):

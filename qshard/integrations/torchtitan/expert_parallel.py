@@ -36,8 +36,9 @@ def _dispatch(module: nn.Module, rows: torch.Tensor, counts: torch.Tensor, mesh)
 
     found, format = exchange.agree(_NAME, experts, group, rows.device, prepare)
     state.exchange = found, format
-    state.tokens_sent = exchange.bytes_sent(found, rows, format)
-    return exchange.to_experts(rows, found, format), found.counts
+    rows = exchange.to_experts(rows, found, format)
+    state.tokens_sent = exchange.bytes_sent(found, rows)
+    return rows, found.counts
 
 
 def _combine(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:

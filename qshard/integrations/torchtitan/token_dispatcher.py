@@ -30,9 +30,10 @@ class TokensInCodes(AllToAllTokenDispatcher):
         if _is_looked_into():
             return super()._dispatch_token_exchange(routed_input_ND, pg, output_splits, input_splits)
         found = Exchange(pg.group_name, input_splits, output_splits)
+        rows = exchange.to_experts(routed_input_ND, found, self.format)
         if self.state is not None:
-            self.state.tokens_sent = exchange.bytes_sent(found, routed_input_ND, self.format)
-        return exchange.to_experts(routed_input_ND, found, self.format)
+            self.state.tokens_sent = exchange.bytes_sent(found, rows)
+        return rows
 
     def _combine_token_exchange(self, routed_output_RD, pg, input_splits, output_splits):  # noqa: N803
         if _is_looked_into():

@@ -49,6 +49,13 @@ def ends_of_counts(counts: Tensor) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32)
 
 
+def inverse_of(order: Tensor) -> Tensor:
+    """Where each row is after x[order] has put rows into another order: x[order][inverse_of(order)] is x."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
+
+
 def experts_of(rows: int, offs: Tensor) -> Tensor:
     """The expert of each row; of rows of none the number of experts."""
     numbers = torch.arange(rows, dtype=offs.dtype, device=offs.device)
