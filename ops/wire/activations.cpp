@@ -71,14 +71,13 @@ CodedMatrix coded_message(const EncodeActivationTask& task) {
           .bytes = message.used_bytes()};
 }
 
-/// (ranks, size...) as one tensor, along `dim` of `size`.
+}  // namespace
+
 Tensor put_together(const Tensor& parts, at::IntArrayRef size, int64_t dim, at::IntArrayRef whole) {
   auto sizes = size.vec();
   sizes.insert(sizes.begin(), -1);
   return parts.view(sizes).movedim(0, dim).reshape(whole);
 }
-
-}  // namespace
 
 Tensor message_amax(const Tensor& self, c10::string_view format) {
   const Tokens tokens("qshard::_message_amax", format, self.sizes());

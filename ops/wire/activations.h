@@ -15,6 +15,9 @@ Tensor message_amax(const Tensor& self, c10::string_view format);
 Tensor encode_activation_op(const Tensor& self, c10::string_view format, bool is_gradient,
                             const Tensor& amax);
 
+/// (ranks, size...), with sizes that view to these, as one tensor `whole`, along `dim` of `size`.
+Tensor put_together(const Tensor& parts, at::IntArrayRef size, int64_t dim, at::IntArrayRef whole);
+
 /// Values of the messages of all ranks, each of tokens of shape `size`, put together along `dim`.
 /// @throws c10::Error for bytes that are no such messages.
 Tensor decode_activations_op(const Tensor& messages, c10::string_view format, bool is_gradient,

@@ -56,12 +56,6 @@ struct Gather {
     whole = c10::SymDimVector(self.sym_sizes());
     whole[dim] = whole[dim] * group->size();
   }
-
-  at::DimVector sizes() const {
-    at::DimVector sizes;
-    for (const c10::SymInt& size : whole) sizes.push_back(size.expect_int());
-    return sizes;
-  }
 };
 
 /// One all-gather of bytes; before it an all-reduce of one amax, if one scale spans all tokens.
@@ -95,8 +89,6 @@ const Format* row_format(const Format* format, bool is_gradient) {
   return format->activations.row_format;
 }
 
-Tensor value_tensor(const Tensor& self) { return has_key(self) ? value_of(self) : self; }
-
 // As many pieces of tokens go into one reduce-scatter each, sent as one. More are copied into one
 // piece.
 constexpr int64_t kMostPieces = 16;
@@ -124,22 +116,19 @@ struct Scatter {
 Tensor gather_tokens(const Tensor& self, int64_t dim, c10::string_view format, bool is_gradient,
                      c10::string_view group_name) {
   const Gather gather(self, dim, format, is_gradient, group_name);
-  const at::DimVector whole = gather.sizes();
+  const at::IntArrayRef whole = C10_AS_INTARRAYREF_SLOW(gather.whole);
   const RankGroup& group = *gather.group;
   if (self.numel() == 0) return at::empty(whole, self.options());
   PlainGuard guard;
   const c10::OptionalDeviceGuard device_guard(self.device());
-  const Tensor values = value_tensor(self).contiguous();
+  const Tensor values = value_or_itself(self).contiguous();
   if (gather.format && travels_in_codes(*gather.format, is_gradient)) {
     return gather_codes(values, dim, format, is_gradient, group);
   }
   Tensor rows = values.reshape({-1, values.size(-1)});
   const Format* in_rows = row_format(gather.format, is_gradient);
   rows = in_rows ? gather_quantized(rows, *in_rows, group) : group.all_gather(rows);
-  if (dim == 0) return rows.view(whole);
-  auto sizes = self.sizes().vec();
-  sizes.insert(sizes.begin(), group.size());
-  return rows.view(sizes).movedim(0, dim).reshape(whole);
+  return put_together(rows, self.sizes(), dim, whole);
 }
 
 Tensor gather_tokens_meta(const Tensor& self, int64_t dim, c10::string_view format,
@@ -151,12 +140,10 @@ Tensor gather_tokens_meta(const Tensor& self, int64_t dim, c10::string_view form
 Tensor sum_and_scatter_tokens(const Tensor& self, int64_t dim, c10::string_view group_name) {
   const Scatter scatter(self, dim, group_name);
   const RankGroup& group = *scatter.group;
-  at::DimVector sizes;
-  for (const c10::SymInt& size : scatter.part) sizes.push_back(size.expect_int());
   PlainGuard guard;
   const c10::OptionalDeviceGuard device_guard(self.device());
-  Tensor values = value_tensor(self);
-  Tensor part = at::empty(sizes, values.options());
+  Tensor values = value_or_itself(self);
+  const Tensor part = at::empty(C10_AS_INTARRAYREF_SLOW(scatter.part), values.options());
   if (part.numel() == 0) return part;
   const int64_t pieces = c10::multiply_integers(values.sizes().slice(0, dim));
   if (pieces > 1 && pieces <= kMostPieces) {
