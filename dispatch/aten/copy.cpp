@@ -54,7 +54,7 @@ void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocki
     const at::Tensor plane = has_key(src) ? scope.plane() : scope.whole_plane();
     // A source in the same plane is read there: as with plain tensors, torch refuses sources
     // that overlap the target.
-    if (!is_itself) plane.copy_(has_key(src) ? value_of(src) : src, non_blocking);
+    if (!is_itself) plane.copy_(value_or_itself(src), non_blocking);
   } catch (...) {
     scope.roll_back(/*may_have_written=*/false);
     throw;
@@ -205,7 +205,7 @@ at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
   if (pieces.empty()) {
     std::vector<at::Tensor> values;
     for (const at::Tensor& tensor : tensors) {
-      values.push_back(has_key(tensor) ? value_of(tensor) : tensor);
+      values.push_back(value_or_itself(tensor));
     }
     return at::cat(values, dim);
   }

@@ -85,7 +85,7 @@ at::Tensor index_select(const at::Tensor& self, int64_t dim, const at::Tensor& i
   if (is_first && is_list && index.device() == self.device()) {
     if (auto picked = pick(self, index.reshape({-1}), "aten::index_select")) return *picked;
   }
-  return at::index_select(has_key(self) ? value_of(self) : self, dim, index);
+  return at::index_select(value_or_itself(self), dim, index);
 }
 
 /// The one index along dimension 0, as numbers from 0 on; none where there are others, or where it
@@ -125,7 +125,7 @@ at::Tensor index(const at::Tensor& self, const Indices& indices) {
   for (std::optional<at::Tensor> given : indices) {
     plain.push_back(given && has_key(*given) ? value_of(*given) : given);
   }
-  return at::index(has_key(self) ? value_of(self) : self, plain);
+  return at::index(value_or_itself(self), plain);
 }
 
 }  // namespace

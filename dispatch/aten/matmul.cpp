@@ -84,9 +84,7 @@ ExpertWeights expert_weights(const at::Tensor& weight, const char* op) {
 std::optional<RowWindow> rows_of_their_own(const at::Tensor& x) {
   if (!is_quantized(x) || x.dim() < 2 || impl_of(x).is_export()) return std::nullopt;
   const QuantizedBuffer& buffer = buffer_of(x);
-  const Layout& layout = buffer.layout();
-  const bool has_them = layout.format->has_rows_of_their_own() && !buffer.keeps_master() &&
-                        buffer.placement().is_alone() && x.size(-1) == layout.cols;
+  const bool has_them = buffer.has_rows_of_their_own() && x.size(-1) == buffer.layout().cols;
   return has_them ? row_window(x) : std::nullopt;
 }
 
@@ -107,7 +105,7 @@ std::optional<ArrivedOperand> arrived_operand(const at::Tensor& x, const Format&
 
 GivenOperand given_operand(const at::Tensor& x, const Format& format, const char* op) {
   if (auto arrived = arrived_operand(x, format, op)) return *std::move(arrived);
-  const at::Tensor values = has_key(x) ? value_of(x) : x;
+  const at::Tensor values = value_or_itself(x);
   return values.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
@@ -204,8 +202,8 @@ at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& 
   if (adds_bias) {
     if (auto product = product_with_weight(a, b, bias, kOp)) return *std::move(product);
   }
-  return at::addmm(has_key(bias) ? value_of(bias) : bias, dequantized_codes(a, kOp),
-                   dequantized_codes(b, kOp), beta, alpha);
+  return at::addmm(value_or_itself(bias), dequantized_codes(a, kOp), dequantized_codes(b, kOp),
+                   beta, alpha);
 }
 
 /// Experts multiply as their linears do. torch's own kernel multiplies values of other operands.

@@ -178,9 +178,9 @@ at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef 
   buffer->counters().share_with(impl);
   // Rows that travel are views of one memory with row_image(): what is saved for backward notices
   // that they are written by it.
-  const bool travels = buffer->layout().format->has_rows_of_their_own() &&
-                       !buffer->keeps_master() && buffer->placement().is_alone();
-  if (travels && !impl.is_inference()) impl.set_version_counter(buffer->counters().of_codes());
+  if (buffer->has_rows_of_their_own() && !impl.is_inference()) {
+    impl.set_version_counter(buffer->counters().of_codes());
+  }
   return tensor;
 }
 

@@ -114,6 +114,10 @@ at::Tensor value_of(const at::Tensor& self);
 /// The same, never an alias.
 at::Tensor value_copy(const at::Tensor& self,
                       at::MemoryFormat format = at::MemoryFormat::Contiguous);
+/// value_of() a quantized tensor; a plain one itself.
+inline at::Tensor value_or_itself(const at::Tensor& tensor) {
+  return has_key(tensor) ? value_of(tensor) : tensor;
+}
 
 /// "float8_blockwise float32[128, 256] on cpu", or of a plain tensor "plain not contiguous Float[4]
 /// on cpu", for error messages.

@@ -2,9 +2,9 @@
 // columns those that the largest scale of a tile's rows leaves of them.
 //
 // 2 bytes per code with one orientation, 3 with both; none where only the scales of rows are asked
-// for. Each thread has 8 neighbouring codes of 8
-// rows, as a tile of bfloat16 values has them, and the columns' codes are encoded from such values:
-// a code times a power of two from 2^-20 on is one.
+// for. Each thread has 8 neighbouring codes of 8 rows, as a tile of bfloat16 values has them, and
+// the columns' codes are encoded from such values: a code times a power of two from 2^-20 on is
+// one.
 #include "kernels/activation/codes.cuh"
 #include "kernels/numerics/row_scales.h"
 

@@ -78,10 +78,7 @@ QuantizedMatrix quantize_activation_cpu(const at::Tensor& x, const OperandReques
   const int64_t m = x.size(0);
   const int64_t k = x.size(1);
   const auto [rows, columns] = request.orientations;
-  const QuantizedMatrix out =
-      packed_matrix(*request.format, request.role, m, k,
-                    rows ? zero_bytes(packed_rowwise_bytes(m, k)) : at::Tensor(),
-                    columns ? zero_bytes(packed_columnwise_bytes(m, k)) : at::Tensor());
+  const QuantizedMatrix out = packed_matrix(request, m, k, zero_bytes);
   const bool has_one_scale = packed_scale_mode(*request.format) == ScaleMode::kTensor;
   const float known = has_one_scale ? amax_in_use(values, request, amax) : 0.f;
   if (rows) {
@@ -96,14 +93,10 @@ QuantizedMatrix repack_activation_cpu(const QuantizedMatrix& rows, const Operand
   const RowImage& image = rows.row_image();
   const int64_t m = rows.rows;
   const int64_t k = rows.cols;
-  const auto bytes = [&](int64_t count) {
-    return at::empty({count}, at::TensorOptions().dtype(at::kByte));
-  };
   const auto [rowwise, columnwise] = request.orientations;
-  const QuantizedMatrix out =
-      packed_matrix(*request.format, request.role, m, k,
-                    rowwise ? bytes(packed_rowwise_bytes(m, k)) : at::Tensor(),
-                    columnwise ? bytes(packed_columnwise_bytes(m, k)) : at::Tensor());
+  const QuantizedMatrix out = packed_matrix(request, m, k, [](int64_t count) {
+    return at::empty({count}, at::TensorOptions().dtype(at::kByte));
+  });
   const auto task_of = [&](const PackedCodes& packed) {
     auto* codes = static_cast<uint8_t*>(packed.buffer.mutable_data_ptr());
     return cpu::RepackTask{.image = image.image.const_data_ptr<uint8_t>(),

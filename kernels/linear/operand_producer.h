@@ -29,6 +29,16 @@ struct OperandRequest {
   at::Tensor column_factors = {};
 };
 
+/// The packed matrix (m, k) that is asked for, in buffers that allocate(bytes) gives.
+template <typename Allocate>
+QuantizedMatrix packed_matrix(const OperandRequest& request, int64_t m, int64_t k,
+                              const Allocate& allocate) {
+  const auto [rows, columns] = request.orientations;
+  return packed_matrix(*request.format, request.role, m, k,
+                       rows ? allocate(packed_rowwise_bytes(m, k)) : at::Tensor(),
+                       columns ? allocate(packed_columnwise_bytes(m, k)) : at::Tensor());
+}
+
 /// An activation or gradient (M, K): its values, its codes, or what makes them.
 class OperandProducer {
  public:

@@ -34,11 +34,7 @@ inline at::Tensor no_amax(int64_t count, at::Device device) {
 /// The codes of a matrix (M, K) that a request asks for, yet to be written.
 inline QuantizedMatrix empty_packed(int64_t m, int64_t k, const OperandRequest& request,
                                     at::Device device) {
-  at::Tensor rowwise, columnwise;
-  const auto [rows, columns] = request.orientations;
-  if (rows) rowwise = empty_bytes(packed_rowwise_bytes(m, k), device);
-  if (columns) columnwise = empty_bytes(packed_columnwise_bytes(m, k), device);
-  return packed_matrix(*request.format, request.role, m, k, rowwise, columnwise);
+  return packed_matrix(request, m, k, [&](int64_t bytes) { return empty_bytes(bytes, device); });
 }
 
 /// The previous amax for the kernels of one use, which are launched while this lives.

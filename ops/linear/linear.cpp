@@ -91,7 +91,7 @@ void check_format_name(const Tensor& weight, std::optional<c10::string_view> for
 }
 
 Tensor as_matrix(const Tensor& tensor) {
-  const Tensor values = has_key(tensor) ? value_of(tensor) : tensor;
+  const Tensor values = value_or_itself(tensor);
   return values.reshape({leading_numel(values), values.size(-1)});
 }
 

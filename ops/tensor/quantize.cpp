@@ -44,7 +44,7 @@ Tensor quantize_rows(const Tensor& self, const Layout& layout, bool keep_master,
                      const Groups* groups) {
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(self.device());
-  const Tensor values = has_key(self) ? value_of(self) : self;
+  const Tensor values = value_or_itself(self);
   Tensor rows = values.reshape({layout.rows, layout.cols});
   // A share waits for its flush with values of its own; a whole tensor is done with them here.
   if (groups && !keep_master && rows.is_alias_of(self)) rows = rows.clone();
