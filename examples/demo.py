@@ -81,7 +81,7 @@ def seconds_of_a_step(args, extra) -> float:
     script = train_moe if args.experts else train_llama
     config = script.parse_arguments(["--steps", str(args.steps), *extra])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden = config.hidden * (config.top_k if args.experts else 1)  # of all experts of a token
+    hidden = config.hidden * (config.top_k if args.experts else 1)  # a token meets top_k experts
     model = Llama(LlamaConfig(dim=config.dim, hidden=hidden, layers=config.layers,
                               heads=config.heads, max_seq_len=config.seq_len)).to(device, torch.bfloat16)
     tokens = torch.zeros(global_batch(args), config.seq_len, dtype=torch.long, device=device)

@@ -103,12 +103,9 @@ class Trainer(train_llama.Trainer):
         fully_shard(model, mesh=self.mesh["dp"], mp_policy=policy)
         return model
 
-    def experts_of(self, model):
-        return [parameter for layer in model.layers for parameter in layer.ffn.experts.parameters()]
-
     def parameter_groups(self):
         """One for each mesh: an operator on several DTensors takes one mesh."""
-        experts = self.experts_of(self.model)
+        experts = [parameter for layer in self.model.layers for parameter in layer.ffn.experts.parameters()]
         known = set(map(id, experts))
         others = [parameter for parameter in self.model.parameters() if id(parameter) not in known]
         return [{"params": others}, {"params": experts}]

@@ -82,8 +82,14 @@ def test_an_mlp_is_its_linears(format, joined, device):
         ops.quantize(rows_of(ends.cpu(), size, 5, device, torch.float32, seed, base=2.0), rows)
         for size, seed in ((IN, 1), (OUT, 2))
     )
+    assert_is_composed(zip(gates, ups, downs), joined, x, grad, ends)
+
+
+def assert_is_composed(weights, joined, x, grad, ends):
+    """swiglu_experts gives the values and gradients of its linears. weights: (gate, up, down) for each of both; joined:
+    gate has up's rows, too."""
     found = []
-    for function, (gate, up, down) in zip((ops.swiglu_experts, composed), zip(gates, ups, downs)):
+    for function, (gate, up, down) in zip((ops.swiglu_experts, composed), weights):
         up = None if joined else up
         own = x.detach().requires_grad_()
         y = function(own, gate, up, down, ends)

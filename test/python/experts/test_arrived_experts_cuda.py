@@ -6,7 +6,7 @@ from arrived_rows import ROWS, odd_values, values
 from expert_cases import parts, stack_of
 from helpers import assert_same, ceil_div, ops, round_up
 from reference import activations
-from test_arrived_experts import composed, step
+from test_arrived_experts import assert_is_composed, step
 from test_grouped_linear_cuda import on_hopper
 
 pytestmark = on_hopper
@@ -86,15 +86,7 @@ def test_an_mlp_is_its_linears(joined):
     shapes = ((2 * inner if joined else inner, 384), (inner, 384), (208, inner))
     pairs = [stack_of(4, *shape, "float8_blockwise", "cuda", torch.bfloat16, base=2.0) for shape in shapes]
     x, grad = (ops.quantize(values(609, size, torch.bfloat16).cuda(), ROWS) for size in (384, 208))
-    found = []
-    for function, (gate, up, down) in zip((ops.swiglu_experts, composed), zip(*pairs)):
-        up = None if joined else up
-        own = x.detach().requires_grad_()
-        y = function(own, gate, up, down, ends)
-        y.backward(grad)
-        found.append([y.detach(), own.grad, *(w.grad for w in (gate, up, down) if w is not None)])
-    for one, other in zip(*found, strict=True):
-        assert_same(one, other)
+    assert_is_composed(zip(*pairs), joined, x, grad, ends)
 
 
 def test_the_host_does_not_wait():

@@ -89,7 +89,7 @@ def test_the_report_says_that_it_is_emulated():
 
 def test_says_why_a_target_would_dequantize():
     module = linear(torch.randn(24, 48), qshard.Float8BlockScaling(emulate=True))
-    before = qshard.backend_report().splitlines()  # of other tests in this process
+    before = qshard.backend_report().splitlines()  # other tests of this process left them
     run(module, torch.randn(4, 48), torch.randn(4, 24))
     start = "float8_blockwise[emulate] forward: dequantized GEMM"
     lines = [line for line in qshard.backend_report().splitlines() if line.startswith(start) and line not in before]

@@ -3,27 +3,18 @@
 On uneven rows, under FSDP2 and HSDP. Momentum that a step sends stays plain.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from dist_helpers import on_ranks
+from example_scripts import example
 from helpers import assert_same, ops, weight
 from models.local_muons import ExchangingMuon, GatheringMuon
 from models.optimizer_twins import MATRICES, STACKS, certify
 from torch import nn
 
-EXAMPLES = str(Path(__file__).parents[3] / "examples")
-
 
 def muon_of_stacks():
-    """Where spawned ranks find it, too."""
-    if EXAMPLES not in sys.path:
-        sys.path.insert(0, EXAMPLES)
-    import muon
-
-    return muon.Muon
+    return example("muon").Muon
 
 
 def stock(model):

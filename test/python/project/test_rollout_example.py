@@ -10,21 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import on_ranks
+from example_scripts import EXAMPLES, example
 
 import qshard
 
 pytest.importorskip("transformers", reason="needs transformers; `make test-clients` installs it")
 BUDGET_S = 60
 CHECKOUT = Path(__file__).parents[3]
-EXAMPLES = str(CHECKOUT / "examples" / "rollout")
+ROLLOUT = EXAMPLES / "rollout"
 SMALL = "--steps 2 --layers 1".split()
-
-
-def example(name):
-    """Where spawned ranks find it, too."""
-    if EXAMPLES not in sys.path:
-        sys.path.insert(0, EXAMPLES)
-    return __import__(name)
 
 
 def plain_of(rollout, trainer):
@@ -42,7 +36,7 @@ def plain_of(rollout, trainer):
 
 
 def test_the_receiver_is_a_model_of_the_trainers_codes():
-    rollout = example("rollout")
+    rollout = example("rollout", ROLLOUT)
     args = rollout.arguments("", SMALL)
     trainer = rollout.Trainer(args)
     receiver = rollout.Receiver(args, trainer.ignored())
@@ -60,7 +54,7 @@ def test_the_receiver_is_a_model_of_the_trainers_codes():
 
 @on_ranks(3, devices=("cpu",))
 def test_broadcast():
-    lines = example("broadcast").main(SMALL)
+    lines = example("broadcast", ROLLOUT).main(SMALL)
     rank = torch.distributed.get_rank()
     assert len(lines) == (2 if rank == 2 else 0)
     for line in lines:
@@ -73,7 +67,7 @@ def test_shared_memory():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     own = {"QSHARD_LIBRARY": qshard.library_path(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(
-        [*command, f"{EXAMPLES}/shared_memory.py", *SMALL],
+        [*command, ROLLOUT / "shared_memory.py", *SMALL],
         capture_output=True, text=True, timeout=280, env={**os.environ, **own},
     )
     assert done.returncode == 0, done.stderr[-2000:]

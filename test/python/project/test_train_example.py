@@ -1,28 +1,16 @@
 """examples/train_llama.py on 2-D meshes: what it trains, gathers and saves."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from dist_helpers import full_mesh, on_ranks
+from example_scripts import example
 
 BUDGET_S = 45
-EXAMPLES = str(Path(__file__).parents[3] / "examples")
 SMALL = "--dim 64 --hidden 96 --layers 2 --heads 4 --seq-len 32 --batch 4 --steps 40".split()
 
 
-def example():
-    """Where spawned ranks find it, too."""
-    if EXAMPLES not in sys.path:
-        sys.path.insert(0, EXAMPLES)
-    import train_llama
-
-    return train_llama
-
-
 def trainer(format, mesh, *options):
-    train_llama = example()
+    train_llama = example("train_llama")
     args = ["--format", format, *SMALL, "--tp", str(mesh.size(1)), *options]
     args = train_llama.parse_arguments(args)
     return train_llama.Trainer(format, args, mesh)
@@ -36,7 +24,7 @@ def meshes():
 def test_training_with_tensor_parallelism(tmp_path):
     """Losses and bytes of FSDP2 alone and with tensor parallelism; the checkpoints of both go on on the
     other mesh."""
-    train, steps = example().train, 4
+    train, steps = example("train_llama").train, 4
     fsdp, parallel = meshes()
     runs = {}
     for format in ("bf16", "float8_blockwise"):
@@ -77,5 +65,5 @@ def test_the_example_writes_text():
 )
 def test_sizes_that_the_ranks_do_not_divide_are_refused(options, capsys):
     with pytest.raises(SystemExit):
-        example().parse_arguments(options)
+        example("train_llama").parse_arguments(options)
     assert "does not divide" in capsys.readouterr().err

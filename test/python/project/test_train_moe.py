@@ -1,29 +1,17 @@
 """examples/train_moe.py on meshes of experts: what it trains, sends and saves."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import full_mesh, on_ranks
+from example_scripts import example
 
 BUDGET_S = 45
-EXAMPLES = str(Path(__file__).parents[3] / "examples")
 SMALL = "--dim 128 --hidden 96 --layers 2 --heads 4 --seq-len 32 --batch 4 --steps 40".split()
 
 
-def example():
-    """Where spawned ranks find it, too."""
-    if EXAMPLES not in sys.path:
-        sys.path.insert(0, EXAMPLES)
-    import train_moe
-
-    return train_moe
-
-
 def trainer(format, ep, *options):
-    train_moe = example()
+    train_moe = example("train_moe")
     mesh, experts = full_mesh(4, names=("dp",)), full_mesh(4 // ep, ep, names=("efsdp", "ep"))
     args = train_moe.parse_arguments(["--format", format, *SMALL, "--ep", str(ep), *options])
     return train_moe.Trainer(format, args, mesh, experts)
@@ -32,7 +20,7 @@ def trainer(format, ep, *options):
 @on_ranks(4)
 def test_training_with_expert_parallelism(tmp_path):
     """Checkpoints load on other expert meshes, where losses go on as they would have; what is sent to experts is codes."""
-    train, sent = example().train_llama.train, {}
+    train, sent = example("train_moe").train_llama.train, {}
     trained = trainer("float8_blockwise", 4)
     sent["codes"] = of_all_ranks(train(trained, 0, 2)["dispatched_bytes"])
     trained.save(tmp_path)
@@ -58,5 +46,5 @@ def of_all_ranks(number):
 @pytest.mark.parametrize("options", [["--ep", "3"], ["--ep", "0"]], ids=" ".join)
 def test_experts_that_the_ranks_do_not_divide_are_refused(options, capsys):
     with pytest.raises(SystemExit):
-        example().parse_arguments(options)
+        example("train_moe").parse_arguments(options)
     assert "does not divide" in capsys.readouterr().err
