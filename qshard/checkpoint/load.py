@@ -8,7 +8,7 @@ from torch import nn
 
 from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import local_of
-from qshard.checkpoint import files, layouts
+from qshard.checkpoint import experts, files, layouts
 from qshard.checkpoint.model import entries_of
 from qshard.checkpoint.ranks import Ranks
 from qshard.checkpoint.shard_regions import boxes_of, in_blocks, own_boxes
@@ -143,6 +143,11 @@ class _QuantizedLoad:
         scheme = layouts.scheme_for(layout, self.format, scale_fmt)
         scheme.check(entry.key, *entry.shape)
         self.scheme = scheme
+        if entry.part and entry.part.is_transposed and entry.tensor.shape[-1] % scheme.codes_per_byte:
+            raise ValueError(
+                f"{entry.part.key} has {entry.tensor.shape[-1]} columns, and two codes lie in a byte of its rows: files load into "
+                "a stack of an even number of columns"
+            )
         specs = scheme.tensors(*entry.shape)
         self.names = [f"{entry.module}.{suffix}" for suffix in specs]
         for name, (dtype, shape) in zip(self.names, specs.values()):
@@ -197,7 +202,7 @@ class _QuantizedLoad:
         return 1, self.scheme.codes_per_byte
 
     def _tensor(self, codes):
-        local, rows = self.entry.local, self.matrix[0]
+        local, rows = self.entry.matrix, self.matrix[0]
         if codes is None:
             code_dtype, _ = self.scheme.tensors(*self.entry.shape)[self.scheme.codes]
             sizes = [count for _, count in in_blocks(self.read, self._per_code)]
@@ -273,7 +278,7 @@ class _StackLoad:
     def __call__(self):
         stack = self.stack
         held = range(self.first, self.first + self.count)
-        codes = [torch.cat([load.codes() for load in self.experts[expert]]) for expert in held]
+        codes = [self._codes(self.experts[expert]) for expert in held]
         codes = torch.stack(codes) if codes else ops.codes(stack)
         planes, share = [], {}
         if self.is_share:
@@ -317,4 +322,13 @@ class _StackLoad:
                     "one in this model; use a recipe whose blocks are smaller"
                 )
         scale = scales[0] if loads[0].scheme.block == (None, None) else torch.cat(scales)
+        if loads[0].entry.part.is_transposed:
+            scale = experts.transposed_scales(scale, self.format, loads[0].entry.part.columns)
         return scale, tensor_scales[0]
+
+    def _codes(self, loads):
+        """Those of one expert's matrix."""
+        codes = torch.cat([load.codes() for load in loads])
+        if loads[0].entry.part.is_transposed:
+            codes = experts.transposed_codes(codes, self.format, loads[0].entry.part.columns)
+        return codes

@@ -45,7 +45,7 @@ class Entry:
 
     @cached_property
     def shape(self):
-        return tuple(self.tensor.shape) if self.part is None else (self.part.rows, self.tensor.shape[-1])
+        return tuple(self.tensor.shape) if self.part is None else (self.part.rows, self.part.columns)
 
     @cached_property
     def format(self):
@@ -59,7 +59,7 @@ class Entry:
 
     @property
     def local(self):
-        """This rank's part. Without rows, it may have a dimension more."""
+        """This rank's part, where it is not transposed. Without rows, it may have a dimension more."""
         return self.matrix if self.part is None else self.part.rows_of(self.matrix)
 
     @property
@@ -67,7 +67,9 @@ class Entry:
         """This rank's part, plain: of the master if there is one."""
         kept = ops.master(self.matrix)
         value = kept if kept is not None else ops.dequantize(self.matrix, dtype=torch.float32)
-        return value if self.part is None else self.part.rows_of(value)
+        if self.part is None:
+            return value
+        return self.part.rows_of(value.mT if self.part.is_transposed else value)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from qshard.checkpoint import experts
 from qshard.checkpoint.engines import packed_exponents
-from qshard.checkpoint.shard_regions import Held
+from qshard.checkpoint.shard_regions import Held, in_blocks
 from qshard.formats import info_of
 
 ops = torch.ops.qshard
@@ -60,23 +61,36 @@ def planes_of(unit, plan) -> list[Plane]:
         elif unit.is_requantized:
             result.append(Plane(entry.value, boxes, shape))
         else:
-            result += _quantized(entry.local, boxes, shape, plan.scheme)
+            result += _quantized(entry, boxes, plan.scheme)
     return result
 
 
-def _quantized(local, boxes, shape, scheme):
+def _quantized(entry, boxes, scheme):
+    shape = entry.shape
+
     def plane(part, block):
         """One element per block."""
         counts = tuple(-(-size // of_one) for size, of_one in zip(shape, block))
         return Plane(part, boxes.in_blocks(block), counts, block)
 
-    planes = [
-        plane(ops.codes(local), (1, scheme.codes_per_byte)),
-        plane(ops.scale_inv(local), scheme.block_within(*shape)),
-    ]
-    if info_of(ops.format(local)).outer_scale is not None:
-        planes.append(plane(ops.tensor_scale_inv(local), tuple(shape)))
+    is_transposed = entry.part and entry.part.is_transposed
+    codes, scale = _transposed(entry, scheme) if is_transposed else (ops.codes(entry.local), ops.scale_inv(entry.local))
+    planes = [plane(codes, (1, scheme.codes_per_byte)), plane(scale, scheme.block_within(*shape))]
+    if info_of(entry.format).outer_scale is not None:
+        planes.append(plane(ops.tensor_scale_inv(entry.matrix), tuple(shape)))
     return planes
+
+
+def _transposed(entry, scheme):
+    """Codes and scales of rows of the transpose of an expert's matrix."""
+    part, matrix = entry.part, entry.matrix
+    codes = experts.transposed_codes(ops.codes(matrix), entry.format, matrix.shape[-1])
+    scale = experts.transposed_scales(ops.scale_inv(matrix), entry.format, matrix.shape[-1])
+    if matrix.dim() == 2 and scheme.block[0] is not None:
+        ((first, count),) = in_blocks([(part.first, part.rows)], scheme.block)
+        scale = scale.narrow(0, first, count)
+    # A clone has a last stride of 1; what is contiguous may have another one where a dimension has one element.
+    return part.rows_of(codes), scale.clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()

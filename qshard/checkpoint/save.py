@@ -47,7 +47,8 @@ def save_quantized(
     engines: where theirs differ they are quantized together, from their masters if kept, and a warning says
     so; after quantize_(..., share_tensor_scale=True) the files have the model's own codes. So are weights, each by itself, that
     tensor parallelism has cut inside scale blocks: blocks of the parts are none of the whole.
-    A stack of experts is a matrix for each expert and projection, <experts>.<number>.gate_proj.weight.
+    A stack of experts is a matrix (out, in) for each expert and projection, <experts>.<number>.gate_proj.weight; of stacks
+    (in, out), which Llama 4 has, in formats of square blocks or one scale.
     Under DistributedDataParallel call it on one rank. Raises by name before anything is written.
     """
     ranks = Ranks.of_model(model, _FUNCTION)

@@ -63,7 +63,7 @@ class Boxes:
     def of_part(self, part):
         """Those of a matrix in a stack, which one rank has as a whole, or several."""
         held = {rank: part.box(box) for rank, box in self.held.items()}
-        boxes = Boxes((part.rows, self.shape[-1]), held, held, self.block)
+        boxes = Boxes((part.rows, part.columns), held, held, self.block)
         boxes.is_aligned = part.first % self.block[0] == 0
         return boxes
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from qshard import module_state
 from qshard.experts import torchtitan, transformers
+from qshard.modules.made_classes import plain_forward
 
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,6 +26,13 @@ def is_of_torchtitan(module: nn.Module) -> bool:
     moe = sys.modules.get("torchtitan.models.common.moe")
     is_of_0_3 = moe is not None and type(module).forward is moe.GroupedExperts.forward
     return is_of_0_3 or torchtitan.runs_as_experts(type(module))
+
+
+def is_of_llama4(module: nn.Module) -> bool:
+    """Whether the module multiplies as the experts of transformers' Llama 4 do: by stacks (experts, in, out), of which the first
+    has the columns of gate before those of up."""
+    llama4 = sys.modules.get("transformers.models.llama4.modeling_llama4")
+    return llama4 is not None and plain_forward(type(module)) is llama4.Llama4TextExperts.forward
 
 
 def stack_names(module: nn.Module) -> tuple[str, ...]:
