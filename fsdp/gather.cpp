@@ -33,6 +33,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 /// included.
 void check_is_sharded_by_rows(const Tensor& self, const QuantizedBuffer& buffer) {
   const Layout& layout = buffer.layout();
+  if (!is_one_range(layout)) return;
   const int64_t ranks = ranks_of(buffer.placement().group());
   const int64_t rows_per_slice =
       c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
@@ -96,9 +97,13 @@ Tensor post_all_gather(const Tensor& self, const Tensor& image, at::ScalarType d
   PlainGuard guard;
   auto buffer = GatheredBuffer::of(*impl_of(self).buffer()->original(), image, dtype);
   auto sizes = self.sizes().vec();
-  const int64_t rows_per_slice =
-      c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
-  sizes[0] = rows_per_slice == 0 ? 0 : buffer->layout().rows / rows_per_slice;
+  if (is_one_range(buffer_of(self).layout())) {
+    const int64_t rows_per_slice =
+        c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
+    sizes[0] = rows_per_slice == 0 ? 0 : buffer->layout().rows / rows_per_slice;
+  } else {
+    sizes[1] = buffer->layout().matrix_rows;
+  }
   return make_tensor(std::move(buffer), sizes);
 }
 
@@ -125,14 +130,17 @@ std::vector<int64_t> groups_of_specs(at::TensorList self, at::IntArrayRef specs)
   return groups;
 }
 
-/// `self` as a share: rows [row_offset, ...) of logical_rows, whose element (0, 0) is
-/// `first_element` of a full tensor with `full_cols` columns. It waits for its flush.
+/// `self` as a share: rows [row_offset, ...) of logical_rows, or `rows_of_each` of each matrix from
+/// row_offset on, whose element (0, 0) is `first_element` of a full tensor with `full_cols` columns
+/// and `full_matrix_rows` rows of a matrix (0: as many as here). It waits for its flush.
 Tensor quantize_share(const Tensor& self, c10::string_view format, bool keep_master,
-                      int64_t logical_rows, int64_t row_offset, int64_t first_element,
-                      int64_t full_cols, int64_t groups) {
-  return quantize_placed(self, format, keep_master,
-                         {logical_rows, row_offset, first_element, full_cols},
-                         registered_groups(groups));
+                      int64_t logical_rows, int64_t row_offset, int64_t rows_of_each,
+                      int64_t first_element, int64_t full_cols, int64_t full_matrix_rows,
+                      int64_t groups) {
+  return quantize_placed(
+      self, format, keep_master,
+      {logical_rows, row_offset, rows_of_each, first_element, full_cols, full_matrix_rows},
+      registered_groups(groups));
 }
 
 /// After an optimizer step: what was written, in the order of the list. `groups[i]` is the number

@@ -32,7 +32,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "from_planes(Tensor codes, Tensor scale_inv, str format, *, Tensor? tensor_scale_inv=None, "
       "ScalarType dtype=float, bool keep_master=False, int? columns=None, int? logical_rows=None, "
-      "int row_offset=0) -> Tensor");
+      "int row_offset=0, int rows_of_each=0) -> Tensor");
   m.def(
       "from_row_image(Tensor image, str format, *, int columns, ScalarType dtype=float) -> "
       "Tensor");
@@ -221,7 +221,8 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_groups_of_specs(Tensor[] self, int[] specs) -> int[]");
   m.def(
       "_quantize_share(Tensor self, str format, *, bool keep_master, int logical_rows, "
-      "int row_offset, int first_element, int full_cols, int groups) -> Tensor");
+      "int row_offset, int rows_of_each, int first_element, int full_cols, int full_matrix_rows, "
+      "int groups) -> Tensor");
   m.def(
       "_flush_after_step(Tensor[] self, int[] groups, bool[] has_grad, Tensor? found_inf, "
       "bool is_step=True, bool kernels_tell=True) -> ()");

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -33,17 +34,40 @@ struct RowCopy {
   RowWindow to, from;
 };
 
-std::optional<RowCopy> row_copy(const at::Tensor& self, const at::Tensor& src) {
+/// All rows of `self` as they are in `src`; none unless both show the same rows of the logical
+/// tensor.
+std::vector<RowCopy> row_copies(const at::Tensor& self, const at::Tensor& src) {
   const QuantizedBuffer& to = buffer_of(self);
   const QuantizedBuffer& from = buffer_of(src);
-  if (!same_kind(to, from) || self.sizes() != src.sizes()) return std::nullopt;
-  const auto to_rows = row_window(self);
-  const auto from_rows = row_window(src);
-  if (!to_rows || !from_rows) return std::nullopt;
-  // The same rows of the logical tensor: where a rank has none of them, too, its place says so.
-  const int64_t place = from.layout().row_offset + from_rows->first - to_rows->first;
-  if (place != to.layout().row_offset) return std::nullopt;
-  return RowCopy{*to_rows, *from_rows};
+  if (!same_kind(to, from) || self.sizes() != src.sizes()) return {};
+  std::vector<RowCopy> copies;
+  const auto add = [&](RowWindow to_rows, RowWindow from_rows) {
+    if (!copies.empty()) {
+      auto& [to_last, from_last] = copies.back();
+      if (to_last.first + to_last.count == to_rows.first &&
+          from_last.first + from_last.count == from_rows.first) {
+        to_last.count += to_rows.count;
+        from_last.count += from_rows.count;
+        return;
+      }
+    }
+    copies.push_back({to_rows, from_rows});
+  };
+  // Runs of both may end at different rows.
+  auto to_runs = row_runs(self), from_runs = row_runs(src);
+  for (auto t = to_runs.begin(), f = from_runs.begin();
+       t != to_runs.end() && f != from_runs.end();) {
+    // Where a rank has none of them, too, its place says so.
+    if (logical_row(to.layout(), t->first) != logical_row(from.layout(), f->first)) return {};
+    const int64_t count = std::min(t->count, f->count);
+    add({t->first, count}, {f->first, count});
+    for (auto* run : {&t, &f}) {
+      (*run)->first += count;
+      (*run)->count -= count;
+      if ((*run)->count == 0) ++*run;
+    }
+  }
+  return copies;
 }
 
 void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
@@ -75,13 +99,16 @@ void copy_into_quantized(const at::Tensor& self, const at::Tensor& src, bool non
               fmt::format("copy_: a source of shape {} cannot be broadcast to a {}", src.sizes(),
                           describe(self)));
   QuantizedBuffer& buffer = buffer_of(self);
-  if (has_key(src)) {
-    const bool is_itself = &buffer == &buffer_of(src);  // torch reports overlaps
-    if (const auto copy = is_itself ? std::nullopt : row_copy(self, src)) {
-      if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, non_blocking)) {
-        buffer.flush_state().watch().expect_version_bump(*self.unsafeGetTensorImpl());
-        return;
-      }
+  const bool is_itself = has_key(src) && &buffer == &buffer_of(src);  // torch reports overlaps
+  if (has_key(src) && !is_itself) {
+    const auto copies = row_copies(self, src);
+    // Whether codes can be copied is the same of all windows of one tensor.
+    const bool are_copied = std::ranges::all_of(copies, [&](const RowCopy& copy) {
+      return buffer.copy_rows_from(buffer_of(src), copy.to, copy.from, non_blocking);
+    });
+    if (!copies.empty() && are_copied) {
+      buffer.flush_state().watch().expect_version_bump(*self.unsafeGetTensorImpl());
+      return;
     }
   }
   write_values(self, src, non_blocking);
@@ -181,12 +208,13 @@ std::vector<Piece> consecutive_rows(const at::ITensorListRef& tensors) {
     QuantizedBuffer& head = buffer_of(first);
     const auto rows = row_window(tensor);
     // Pieces without rows do not tell whether they would follow one another.
-    const bool fits =
-        rows && rows->count > 0 && same_kind(buffer, head) && buffer.dtype() == head.dtype() &&
-        buffer.device() == head.device() && buffer.flush_state().codes_current() &&
-        !buffer.device().is_meta() && !buffer.planes().pending().defined() &&
-        buffer.generation() == head.generation() && buffer.keeps_master() == head.keeps_master() &&
-        tensor.sizes().slice(1) == first.sizes().slice(1);
+    const bool fits = rows && rows->count > 0 && is_one_range(buffer.layout()) &&
+                      same_kind(buffer, head) && buffer.dtype() == head.dtype() &&
+                      buffer.device() == head.device() && buffer.flush_state().codes_current() &&
+                      !buffer.device().is_meta() && !buffer.planes().pending().defined() &&
+                      buffer.generation() == head.generation() &&
+                      buffer.keeps_master() == head.keeps_master() &&
+                      tensor.sizes().slice(1) == first.sizes().slice(1);
     if (!fits) return {};
     if (!pieces.empty()) {
       const auto& [last, last_rows] = pieces.back();

@@ -54,6 +54,12 @@ bool can_be_shard(const at::Tensor& self, at::IntArrayRef sizes) {
          c10::multiply_integers(sizes.slice(0, sizes.size() - 1)) <= layout.logical_rows;
 }
 
+/// Whether these sizes are those of the stack `self` but for fewer rows of each matrix.
+bool cuts_matrices(const at::Tensor& self, at::IntArrayRef sizes) {
+  return self.dim() == 3 && sizes.size() == 3 && sizes[0] == self.size(0) &&
+         sizes[1] < self.size(1) && sizes[2] == self.size(2);
+}
+
 /// What factories make on this thread (make_shards).
 thread_local std::optional<int64_t> t_shards;
 
@@ -63,12 +69,17 @@ thread_local std::optional<int64_t> t_shards;
 at::Tensor make_shard(const at::Tensor& self, at::IntArrayRef sizes, const NewArgs& args, Fill fill,
                       int64_t rank) {
   QuantizedBuffer& from = buffer_of(self);
+  if (cuts_matrices(self, sizes) && covers_live_rows(self)) {
+    check_can_cut_matrices(from.layout(), sizes);
+    const auto place = from.placement().slice_of_each(rank * sizes[1], sizes[1]);
+    return make_tensor(make_buffer_of_rows(from, place, args.dtype, args.device, fill), sizes);
+  }
   const auto rows = row_window(self);
   TORCH_CHECK_NOT_IMPLEMENTED(
       rows && can_be_shard(self, sizes),
       fmt::format("qshard: this quantized parameter is sharded by another dimension than its rows "
                   "(a shard of shape {} of a {}); rows are the unit of quantized shards. Return "
-                  "Shard(0) from shard_placement_fn",
+                  "Shard(0) from shard_placement_fn, or, for a stack of matrices, Shard(1)",
                   sizes, describe(self)));
   const int64_t held = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
   int64_t row = 0;

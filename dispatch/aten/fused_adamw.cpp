@@ -80,6 +80,7 @@ bool has_steppable_master(const at::Tensor& parameter) {
   if (parameter.numel() == 0) return true;
   const Placement& placement = buffer.placement();
   if (!placement.group() && !layout.holds_all_rows()) return false;
+  if (!is_one_range(layout)) return false;  // its kernels find blocks in one range of rows
   const auto rows = row_window(parameter);
   return rows && rows->first == 0 && rows->count == layout.live_rows() &&
          step_quantizes(layout) != StepQuantizes::kSkip;

@@ -33,6 +33,7 @@ std::optional<Stack> stack_of(const at::Tensor& self) {
   const Layout& layout = buffer_of(self).layout();
   const int64_t run = c10::multiply_integers(self.sizes().slice(1, self.dim() - 2));
   if (layout.matrix_rows == 0 || run == 0 || run % layout.matrix_rows != 0) return std::nullopt;
+  if (!is_one_range(layout)) return std::nullopt;
   const auto rows = row_window(self);
   if (!rows || (layout.row_offset + rows->first) % layout.matrix_rows != 0) return std::nullopt;
   return Stack{*rows, run};

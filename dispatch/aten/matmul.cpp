@@ -39,11 +39,18 @@ LinearWeight weight_of_rows(const at::Tensor& window, int64_t count, const char*
   check_gemms_at_first_use(*buffer->layout().format, buffer->device());
   const Planes& planes = buffer->planes();
   const ScalingState& state = buffer->scaling_state();
-  return {
-      matrix_of({buffer->layout(), planes.image(), planes.grid().read(), row_window(window)->first},
-                count),
-      state.amax_history, state.scaling_amax, &buffer->remembered().last_input,
-      buffer->remembered().watched};
+  const Layout& layout = buffer->layout();
+  const int64_t first = row_window(window)->first;
+  TORCH_CHECK(
+      run_from(layout, first, count) == count,
+      fmt::format(
+          "{}: this rank has {} of {} rows of each matrix of a {}, as Shard(1) cuts a stack; "
+          "FSDP2 gathers the others before a forward. If tensor parallelism cut it, say so: "
+          "qshard.quantize_(model, recipe, tp_mesh=tp_mesh)",
+          op, layout.rows_of_each, layout.matrix_rows, describe(window)));
+  return {matrix_of({with_run(layout, first), planes.image(), planes.grid().read(), first}, count),
+          state.amax_history, state.scaling_amax, &buffer->remembered().last_input,
+          buffer->remembered().watched};
 }
 
 }  // namespace
@@ -84,7 +91,7 @@ ExpertWeights expert_weights(const at::Tensor& weight, const char* op) {
 std::optional<RowWindow> rows_of_their_own(const at::Tensor& x) {
   if (!is_quantized(x) || x.dim() < 2 || impl_of(x).is_export()) return std::nullopt;
   const QuantizedBuffer& buffer = buffer_of(x);
-  const bool has_them = buffer.has_rows_of_their_own() && x.size(-1) == buffer.layout().cols;
+  const bool has_them = has_rows_of_their_own(buffer) && x.size(-1) == buffer.layout().cols;
   return has_them ? row_window(x) : std::nullopt;
 }
 

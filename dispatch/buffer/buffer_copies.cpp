@@ -31,6 +31,7 @@ void copy_flush_state(QuantizedBuffer& to, const QuantizedBuffer& from) {
   // A master in another dtype has other amaxes, and so have fewer rows.
   const bool same_values = to.dtype() == from.dtype() &&
                            to.layout().row_offset == from.layout().row_offset &&
+                           to.layout().rows_of_each == from.layout().rows_of_each &&
                            to.layout().live_rows() == from.layout().live_rows();
   to.flush_state().copy_of(from.flush_state(), same_values || !to.keeps_master(), to.device());
 }

@@ -35,7 +35,7 @@ BufferPtr GatheredBuffer::of(QuantizedBuffer& shard, const at::Tensor& bytes,
   TORCH_CHECK(!grid.defined() || grid.device() == bytes.device(),
               fmt::format("qshard: bytes on {} were gathered of a shard on {}",
                           bytes.device().str(), grid.device().str()));
-  const Layout whole = layout.holding(rows).placed(0);
+  const Layout whole = with_run(layout, 0).holding(rows).placed(0);
   auto buffer = c10::make_intrusive<GatheredBuffer>(
       Placement(whole, Gathered{}), dtype,
       Planes::over_image(bytes.view(-1), Grid::snapshot(std::move(grid)), whole),

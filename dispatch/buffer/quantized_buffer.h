@@ -57,11 +57,6 @@ class QuantizedBuffer : public c10::intrusive_ptr_target {
   /// To be read; writes of the value go through a WriteScope.
   const Planes& planes() const { return planes_; }
   virtual bool keeps_master() const { return planes_.master().defined(); }
-  /// Whether each row of codes holds all that its values need: there is no master, no scale
-  /// beside the rows, and no other rank that has a part.
-  bool has_rows_of_their_own() const {
-    return layout().format->has_rows_of_their_own() && !keeps_master() && placement_.is_alone();
-  }
   const FlushState& flush_state() const { return flush_state_; }
   FlushState& flush_state() { return flush_state_; }
   const ScalingState& scaling_state() const { return scaling_state_; }
@@ -154,6 +149,13 @@ class QuantizedBuffer : public c10::intrusive_ptr_target {
   friend class PlaneAccess;
   friend class WriteScope;
 };
+
+/// Whether each row of codes holds all that its values need: there is no master, no scale beside
+/// the rows, and no other rank that has a part.
+inline bool has_rows_of_their_own(const QuantizedBuffer& buffer) {
+  return buffer.layout().format->has_rows_of_their_own() && !buffer.keeps_master() &&
+         buffer.placement().is_alone();
+}
 
 using BufferPtr = QuantizedBuffer::Ptr;
 

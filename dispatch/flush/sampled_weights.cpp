@@ -30,8 +30,14 @@ void add_weight_statistics(QuantizedBuffer& buffer, Watched& watched) {
   buffer.check_is_allocated();
   const ReadOnlyTensor values = buffer.value();
   const Planes& planes = buffer.planes();
-  const auto codes = matrix_of({layout, planes.image(), planes.grid().read()}, rows);
-  watched.add(kWatchedWeight, coded_matrix(codes, values), buffer.device());
+  for (int64_t row = 0; row < rows;) {
+    const int64_t count = run_from(layout, row, rows - row);
+    const auto codes =
+        matrix_of({with_run(layout, row), planes.image(), planes.grid().read(), row}, count);
+    const ReadOnlyTensor own = values.narrow(0, row, count);
+    watched.add(kWatchedWeight, coded_matrix(codes, own), buffer.device());
+    row += count;
+  }
 }
 
 void begin_sample(QuantizedBuffer& buffer, Watched& watched) {

@@ -36,6 +36,10 @@ bool Placement::ranks_own_their_blocks() const {
   if (ranks <= 1) return layout_.owns_its_blocks();
   if (layout_.logical_rows <= 1 || layout_.cols == 0) return true;
   if (layout_.format->has_tensor_scale()) return false;
+  // As many rows of each matrix are on each rank.
+  if (!is_one_range(layout_)) {
+    return layout_.coarsest_image().format->scale.begins_at(layout_.rows_of_each);
+  }
   // Rows that torch.chunk does not cut, as someone may have them who sharded by hand.
   if (layout_.live_rows() > 0 && !layout_.owns_its_blocks()) return false;
   // It cuts stacks into whole matrices. A single matrix of one is taken for a tensor of two
@@ -45,9 +49,15 @@ bool Placement::ranks_own_their_blocks() const {
 }
 
 Placement Placement::slice(int64_t row, int64_t rows, bool is_whole) const {
-  Placement part(
-      layout_.with_images(Images::kAll).holding(rows).placed(std::min(row, layout_.logical_rows)),
-      Share{});
+  return slice_with(layout_.holding(rows).placed(std::min(row, layout_.logical_rows)), is_whole);
+}
+
+Placement Placement::slice_of_each(int64_t row, int64_t rows) const {
+  return slice_with(holding_of_each(layout_, row, rows), /*is_whole=*/false);
+}
+
+Placement Placement::slice_with(const Layout& layout, bool is_whole) const {
+  Placement part(layout.with_images(Images::kAll), Share{});
   Share& share = part.as_share();
   if (is_whole && this->share()) share = *this->share();
   share.is_slice = true;

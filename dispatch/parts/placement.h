@@ -45,8 +45,8 @@ struct Share {
 /// gather.
 struct Gathered {};
 
-/// The rows [row_offset, row_offset + rows) of a logical tensor, where that lies in the full one,
-/// and whose they are:
+/// Rows of a logical tensor, those from row_offset on or some of each matrix, where that lies in
+/// the full one, and whose they are:
 ///
 ///   whose      what it knows of other ranks   what may follow
 ///   Own        replicas alone                 adopt(): a share
@@ -100,6 +100,8 @@ class Placement {
   /// The placement of `rows` rows, from `row` of the logical tensor on, of the tensor that this is
   /// or is a part of. `is_whole`: they may be all rows of this one, whose ranks stay the same.
   Placement slice(int64_t row, int64_t rows, bool is_whole) const;
+  /// The placement of the rows [row, row + rows) of each matrix, of the tensor that this is.
+  Placement slice_of_each(int64_t row, int64_t rows) const;
   /// The images that are held from now on (a gather of one of two).
   void set_images(Images images) { layout_ = layout_.with_images(images); }
   /// The ranks of the group of this name hold the other rows.
@@ -129,6 +131,7 @@ class Placement {
   std::optional<Groups> rounding_groups_;  // that agreed on the key of stochastic rounding
 
   bool cuts_scaled_rows() const;
+  Placement slice_with(const Layout& layout, bool is_whole) const;
   Share& as_share();
 };
 

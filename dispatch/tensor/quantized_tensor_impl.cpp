@@ -178,7 +178,7 @@ at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef 
   buffer->counters().share_with(impl);
   // Rows that travel are views of one memory with row_image(): what is saved for backward notices
   // that they are written by it.
-  if (buffer->has_rows_of_their_own() && !impl.is_inference()) {
+  if (has_rows_of_their_own(*buffer) && !impl.is_inference()) {
     impl.set_version_counter(buffer->counters().of_codes());
   }
   return tensor;
@@ -270,6 +270,31 @@ std::optional<RowWindow> row_window(const at::Tensor& self) {
   const int64_t offset = self.storage_offset(), numel = self.numel();
   if (!is_dense(self) || offset % cols != 0 || numel % cols != 0) return std::nullopt;
   return RowWindow{offset / cols, numel / cols};
+}
+
+std::vector<RowWindow> row_runs(const at::Tensor& self) {
+  const Layout& layout = buffer_of(self).layout();
+  const int64_t cols = layout.cols;
+  std::vector<RowWindow> runs;
+  const auto add = [&](RowWindow rows) {
+    const int64_t end = rows.first + rows.count;
+    for (int64_t row = rows.first; row < end; row += runs.back().count) {
+      runs.push_back({row, run_from(layout, row, end - row)});
+    }
+  };
+  if (const auto rows = row_window(self)) {
+    add(*rows);
+    if (runs.empty()) runs.push_back(*rows);
+    return runs;
+  }
+  // The same rows of each matrix of a stack.
+  const bool is_cut = self.dim() == 3 && self.numel() > 0 && self.size(2) == cols &&
+                      self.stride(2) == 1 && self.stride(1) == cols && self.stride(0) > 0 &&
+                      self.stride(0) % cols == 0 && self.storage_offset() % cols == 0;
+  if (!is_cut) return runs;
+  const int64_t first = self.storage_offset() / cols, step = self.stride(0) / cols;
+  for (int64_t i = 0; i < self.size(0); ++i) add({first + i * step, self.size(1)});
+  return runs;
 }
 
 bool covers_live_rows(const at::Tensor& self) {

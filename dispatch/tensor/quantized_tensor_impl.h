@@ -5,6 +5,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include <optional>
+#include <vector>
 
 #include "dispatch/buffer/quantized_buffer.h"
 
@@ -105,6 +106,9 @@ bool is_dense(const at::Tensor& self);
 std::optional<RowWindow> row_window(const at::Tensor& self);
 /// Whether the tensor shows every live row of its buffer, densely.
 bool covers_live_rows(const at::Tensor& self);
+/// The rows that a tensor shows, in their order, as windows whose rows follow one another in the
+/// logical tensor: one, or one of each matrix. None if it shows no whole rows.
+std::vector<RowWindow> row_runs(const at::Tensor& self);
 
 /// Dense strides of a shape.
 c10::DimVector dense_strides(at::IntArrayRef sizes);

@@ -1,6 +1,8 @@
 #include "dispatch/tensor/shard_to_be.h"
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <optional>
 #include <utility>
@@ -60,11 +62,31 @@ bool is_of(const Template& of, const QuantizedBuffer& buffer) {
   const Layout& b = buffer.layout();
   return a.format == b.format && a.cols == b.cols && a.logical_rows == b.logical_rows &&
          a.matrix_rows == b.matrix_rows && a.first_element == b.first_element &&
-         a.full_cols == b.full_cols && of.keeps_master == buffer.keeps_master() &&
+         a.full_cols == b.full_cols && a.full_matrix_rows == b.full_matrix_rows &&
+         a.rows_of_each == b.rows_of_each && of.keeps_master == buffer.keeps_master() &&
          b.images == Images::kAll && !buffer.placement().is_gathered();
 }
 
 }  // namespace
+
+void check_can_cut_matrices(const Layout& layout, at::IntArrayRef sizes) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      layout.holds_all_rows(),
+      fmt::format(
+          "qshard: FSDP2 would cut the matrices of a {} stack of {} rows (Shard(1), a shard "
+          "of shape {}), and each rank has some of the matrices alone; after "
+          "parallelize_module say so: qshard.quantize_(model, recipe, tp_mesh=tp_mesh)",
+          layout.format->name, layout.logical_rows, sizes));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      layout.format->scale.is_in_grid() && layout.row_bytes() == layout.cols,
+      fmt::format(
+          "qshard: FSDP2 would cut each matrix of this {} stack (Shard(1), a shard of shape "
+          "{}), and then it takes one byte per element, and rows of this one have {} bytes "
+          "for {} elements, or scales in them. Return Shard(0) from shard_placement_fn, or "
+          "take float8_tensorwise, float8_rowwise or float8_blockwise, in rows of a "
+          "multiple of 16 elements",
+          layout.format->name, sizes, layout.row_bytes(), layout.cols));
+}
 
 at::Tensor make_shard_to_be(const at::Tensor& self, at::IntArrayRef sizes,
                             const at::TensorOptions& options, Fill fill) {
@@ -104,7 +126,8 @@ at::Tensor become_shard(const at::Tensor& self, const at::Tensor& src) {
       held > 0 && place % held == 0 && place + rows->count == layout.logical_rows;
   const bool is_chunk = rows->count == held || (rows->count > 0 && is_last_chunk) ||
                         (rows->count == 0 && place >= layout.row_offset + layout.live_rows());
-  if (!is_chunk) return {};
+  const bool can_be_cut = is_one_range(layout) || rows->count == layout.rows;
+  if (!is_chunk || !can_be_cut) return {};
   // FSDP2 makes padded shards like this of whole ones; rows out of a window are none.
   const bool is_whole = covers_live_rows(src) && held >= layout.live_rows();
   auto buffer = make_buffer_of_rows(from, from.placement().slice(place, held, is_whole),

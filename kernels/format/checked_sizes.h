@@ -67,11 +67,13 @@ constexpr bool lies_within(int64_t start, int64_t count, int64_t end) {
 /// included.
 constexpr bool sizes_fit(const Layout& layout) {
   const int64_t pitch = layout.full_cols ? layout.full_cols : layout.cols;
+  const int64_t full_rows = layout.full_matrix_rows;
   return product_fits({layout.rows, layout.cols}) && layout.full_cols >= 0 &&
-         product_fits({layout.logical_rows, pitch}) && layout.logical_rows >= 0 &&
-         layout.matrix_rows >= 0 && layout.matrix_rows <= kMostElements &&
-         layout.first_element >= 0 && layout.first_element <= kMostElements &&
-         layout.row_offset >= 0 && layout.row_offset <= kMostElements;
+         product_fits({layout.logical_rows, pitch}) && layout.logical_rows >= 0 && full_rows >= 0 &&
+         product_fits({layout.matrices(), full_rows, pitch}) && layout.matrix_rows >= 0 &&
+         layout.matrix_rows <= kMostElements && layout.first_element >= 0 &&
+         layout.first_element <= kMostElements && layout.row_offset >= 0 &&
+         layout.row_offset <= kMostElements;
 }
 
 /// @throws c10::ValueError naming the operator unless the sizes of a layout fit.

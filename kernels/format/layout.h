@@ -1,6 +1,7 @@
 // Where the bytes of a quantized shard lie: the row image and the scale grid.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -28,10 +29,15 @@ struct Layout {
   int64_t row_offset = 0;    // logical row of row 0
   Images images = Images::kAll;
   int64_t pitch = 0;  // of one image among others (rowwise(), columnwise()): bytes from row to row
+  // A shard of a stack may hold some rows of each matrix, as Shard(1) cuts it: as many as this,
+  // from the same row of each on. 0: the rows held follow one another.
+  int64_t rows_of_each = 0;
   // Where the logical tensor lies in the full one, which tensor parallelism cuts: the element that
-  // (0, 0) is, and the elements from one row to the next; 0 where they are `cols`.
+  // (0, 0) is, the elements from one row to the next (0 where they are `cols`), and the rows of a
+  // full matrix (0 where they are `matrix_rows`).
   int64_t first_element = 0;
   int64_t full_cols = 0;
+  int64_t full_matrix_rows = 0;
 
   // Layouts are made of one another by these, and by the functions below; only kernels and their
   // tests fill in fields.
@@ -42,9 +48,12 @@ struct Layout {
   Layout placed(int64_t row) const { return with(&Layout::row_offset, row); }
   /// Which row images are held.
   Layout with_images(Images held) const { return with(&Layout::images, held); }
-  /// The logical tensor begins with element `first` of a full one of `width` columns.
-  Layout within_full_tensor(int64_t first, int64_t width) const {
-    return with(&Layout::first_element, first).with(&Layout::full_cols, width);
+  /// The logical tensor begins with element `first` of a full one of `width` columns, whose
+  /// matrices have `height` rows.
+  Layout within_full_tensor(int64_t first, int64_t width, int64_t height) const {
+    return with(&Layout::first_element, first)
+        .with(&Layout::full_cols, width)
+        .with(&Layout::full_matrix_rows, height);
   }
 
   /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row; of two images
@@ -109,11 +118,15 @@ struct Layout {
   int64_t element_pitch() const { return full_cols ? full_cols : cols; }
   /// The element of the full tensor that begins a logical row.
   int64_t element(int64_t logical_row) const {
-    return first_element + logical_row * element_pitch();
+    const int64_t row = full_matrix_rows == 0 ? logical_row
+                                              : logical_row / matrix_rows * full_matrix_rows +
+                                                    logical_row % matrix_rows;
+    return first_element + row * element_pitch();
   }
 
   /// Rows held that are rows of the logical tensor: padding is none.
   int64_t live_rows() const {
+    if (rows_of_each) return rows;
     const int64_t left = logical_rows - row_offset;
     return left < 0 ? 0 : left < rows ? left : rows;
   }
@@ -121,7 +134,8 @@ struct Layout {
   /// Whether all rows of the logical tensor are held, or all that are worth anything: of one
   /// without elements, on any rank, nothing is ever copied or agreed on.
   bool holds_all_rows() const {
-    return logical_rows == 0 || cols == 0 || (row_offset == 0 && rows >= logical_rows);
+    return logical_rows == 0 || cols == 0 ||
+           (rows_of_each == 0 && row_offset == 0 && rows >= logical_rows);
   }
   /// Whether every block that the live rows touch lies within them.
   bool owns_its_blocks() const {
@@ -130,7 +144,7 @@ struct Layout {
     if (format->has_tensor_scale() || live == 0) return false;
     const ScaleLevel& scale = coarsest_image().format->scale;
     const auto is_cut = [&](int64_t row) { return !scale.begins_at(row % matrix_rows); };
-    return !is_cut(row_offset) && !is_cut(row_offset + live);
+    return !is_cut(row_offset) && !is_cut(row_offset + (rows_of_each ? rows_of_each : live));
   }
 
  private:
@@ -153,9 +167,40 @@ struct Layout {
   }
 };
 
+/// The shard that holds `rows` rows of each matrix of a whole tensor, from `row` of each on.
+inline Layout holding_of_each(const Layout& whole, int64_t row, int64_t rows) {
+  Layout layout = whole.holding(whole.matrices() * rows).placed(row);
+  layout.rows_of_each = rows == whole.matrix_rows ? 0 : rows;
+  return layout;
+}
+
+/// Whether the rows held follow one another in the logical tensor.
+inline bool is_one_range(const Layout& layout) { return layout.rows_of_each == 0; }
+
+/// The row of the logical tensor that a row held is.
+inline int64_t logical_row(const Layout& layout, int64_t held) {
+  if (is_one_range(layout)) return layout.row_offset + held;
+  return layout.row_offset + held / layout.rows_of_each * layout.matrix_rows +
+         held % layout.rows_of_each;
+}
+
+/// How many of `count` rows, from `held` on, follow one another in the logical tensor.
+inline int64_t run_from(const Layout& layout, int64_t held, int64_t count) {
+  if (is_one_range(layout)) return count;
+  return std::min(count, layout.rows_of_each - held % layout.rows_of_each);
+}
+
+/// The same rows for a reader of one such run, that of row `held`: as if all followed one another.
+inline Layout with_run(const Layout& layout, int64_t held) {
+  Layout run = layout.placed(logical_row(layout, held) - held);
+  run.rows_of_each = 0;
+  return run;
+}
+
 /// The rows held are all of a logical tensor of its own, in matrices of `rows_of_one`.
 inline Layout own_tensor(const Layout& layout, int64_t rows_of_one) {
-  Layout own = layout.placed(0).within_full_tensor(0, 0);
+  Layout own = layout.placed(0).within_full_tensor(0, 0, 0);
+  own.rows_of_each = 0;
   own.logical_rows = layout.rows;
   own.matrix_rows = rows_of_one;
   return own;

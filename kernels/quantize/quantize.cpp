@@ -25,7 +25,10 @@ void split_by_kind(std::span<const Task> tasks, void (*by_grid)(std::span<const 
   row_scaled(kinds[0]);
 }
 
-bool has_two_images(const auto& task) { return task.layout.format->columnwise != nullptr; }
+template <typename Task>
+bool has_two_images(const Task& task) {
+  return task.layout.format->columnwise != nullptr;
+}
 
 QuantizeTask rowwise_part(QuantizeTask task) {
   task.layout = task.layout.rowwise();
@@ -63,20 +66,62 @@ DequantizeTask image_part(DequantizeTask task) {
   return task;
 }
 
-// Calls run(tasks) with what split(task, parts) makes of every task of a format of two row images.
+// Calls run(tasks) with what split(task, parts) makes of every task that `is_split` is true of.
 template <typename Task, typename Split, typename Run>
-void with_single_images(std::span<const Task> tasks, const Split& split, const Run& run) {
-  if (std::none_of(tasks.begin(), tasks.end(), has_two_images<Task>)) return run(tasks);
+void with_parts(std::span<const Task> tasks, bool (*is_split)(const Task&), const Split& split,
+                const Run& run) {
+  if (std::none_of(tasks.begin(), tasks.end(), is_split)) return run(tasks);
   std::vector<Task> parts;
   parts.reserve(2 * tasks.size());
   for (const Task& task : tasks) {
-    if (has_two_images(task)) {
+    if (is_split(task)) {
       split(task, parts);
     } else {
       parts.push_back(task);
     }
   }
   run(std::span<const Task>(parts));
+}
+
+// Kernels know rows that follow one another, at one distance in the full tensor.
+bool is_of_runs(const QuantizeTask& task) {
+  const Layout& layout = task.layout;
+  const bool is_cut = layout.full_matrix_rows && layout.rows > layout.matrix_rows;
+  return !is_one_range(layout) || (is_cut && task.rounding != nullptr);
+}
+bool is_of_runs(const DequantizeTask& task) { return !is_one_range(task.layout); }
+
+void split_into_runs(const QuantizeTask& task, std::vector<QuantizeTask>& parts) {
+  const Layout& layout = task.layout;
+  const int64_t value_bytes = layout.cols * value_size(task.value_dtype);
+  QuantizeTask part = task;
+  int64_t first = 0;
+  do {  // the grid has scales of other ranks' rows, where there are none here, too
+    const int64_t left = layout.rows - first;
+    const int64_t count =
+        is_one_range(layout)
+            ? std::min(left, layout.matrix_rows - logical_row(layout, first) % layout.matrix_rows)
+            : run_from(layout, first, left);
+    part.layout = with_run(layout, first).placed(logical_row(layout, first)).holding(count);
+    if (task.values) part.values = static_cast<const uint8_t*>(task.values) + first * value_bytes;
+    if (task.image) part.image = task.image + first * layout.row_bytes();
+    parts.push_back(part);
+    first += count;
+  } while (first < layout.rows);
+}
+
+void split_into_runs(const DequantizeTask& task, std::vector<DequantizeTask>& parts) {
+  const Layout& layout = task.layout;
+  const int64_t value_bytes = layout.cols * value_size(task.value_dtype);
+  const int64_t end = task.first_row + task.rows;
+  for (int64_t row = task.first_row; row < end; row += parts.back().rows) {
+    DequantizeTask part = task;
+    part.layout = with_run(layout, row);
+    part.first_row = row;
+    part.rows = run_from(layout, row, end - row);
+    part.values = static_cast<uint8_t*>(task.values) + (row - task.first_row) * value_bytes;
+    parts.push_back(part);
+  }
 }
 
 void split_images(const QuantizeTask& task, std::vector<QuantizeTask>& parts) {
@@ -100,10 +145,22 @@ std::vector<QuantizeTask> copy_known_amax(std::span<const QuantizeTask> tasks) {
   return unknown;
 }
 
-}  // namespace
+// Calls run(tasks) with single images in place of formats of two.
+template <typename Task, typename Split, typename Run>
+void with_single_images(std::span<const Task> tasks, const Split& split, const Run& run) {
+  with_parts<Task>(tasks, has_two_images<Task>, split, run);
+}
 
-void compute_amax(std::span<const QuantizeTask> tasks, Stream stream) {
-  if (tasks.empty()) return;
+// Calls run(tasks) with tasks whose rows follow one another.
+template <typename Task, typename Run>
+void with_runs(std::span<const Task> tasks, const Run& run) {
+  const auto split = [](const Task& task, std::vector<Task>& parts) {
+    split_into_runs(task, parts);
+  };
+  with_parts<Task>(tasks, is_of_runs, split, run);
+}
+
+void compute_amax_of_runs(std::span<const QuantizeTask> tasks, Stream stream) {
   if (!stream.is_cuda) {
     return with_single_images(tasks, split_images, [](std::span<const QuantizeTask> parts) {
       const auto unknown = copy_known_amax(parts);
@@ -113,8 +170,7 @@ void compute_amax(std::span<const QuantizeTask> tasks, Stream stream) {
   cuda::compute_amax(tasks, stream.handle);
 }
 
-void quantize(std::span<const QuantizeTask> tasks, Stream stream) {
-  if (tasks.empty()) return;
+void quantize_runs(std::span<const QuantizeTask> tasks, Stream stream) {
   if (!stream.is_cuda) {
     return with_single_images(tasks, split_images, [](std::span<const QuantizeTask> parts) {
       split_by_kind(parts, cpu::quantize_by_grid, cpu::quantize_row_scaled);
@@ -124,6 +180,18 @@ void quantize(std::span<const QuantizeTask> tasks, Stream stream) {
     });
   }
   cuda::quantize(tasks, stream.handle);
+}
+
+}  // namespace
+
+void compute_amax(std::span<const QuantizeTask> tasks, Stream stream) {
+  if (tasks.empty()) return;
+  with_runs(tasks, [&](std::span<const QuantizeTask> runs) { compute_amax_of_runs(runs, stream); });
+}
+
+void quantize(std::span<const QuantizeTask> tasks, Stream stream) {
+  if (tasks.empty()) return;
+  with_runs(tasks, [&](std::span<const QuantizeTask> runs) { quantize_runs(runs, stream); });
 }
 
 void quantize_at_once(std::span<const QuantizeTask> tasks, Stream stream) {
@@ -141,11 +209,13 @@ void dequantize(std::span<const DequantizeTask> all_tasks, Stream stream) {
   const auto split = [](const DequantizeTask& task, std::vector<DequantizeTask>& parts) {
     parts.push_back(image_part(task));
   };
-  with_single_images(all_tasks, split, [&](std::span<const DequantizeTask> tasks) {
-    if (!stream.is_cuda) {
-      return split_by_kind(tasks, cpu::dequantize_by_grid, cpu::dequantize_row_scaled);
-    }
-    cuda::dequantize(tasks, stream.handle);
+  with_runs(all_tasks, [&](std::span<const DequantizeTask> runs) {
+    with_single_images(runs, split, [&](std::span<const DequantizeTask> tasks) {
+      if (!stream.is_cuda) {
+        return split_by_kind(tasks, cpu::dequantize_by_grid, cpu::dequantize_row_scaled);
+      }
+      cuda::dequantize(tasks, stream.handle);
+    });
   });
 }
 

@@ -36,14 +36,22 @@ void check_format_name(const Tensor& weight, std::optional<c10::string_view> for
 /// @throws c10::ValueError naming `op` if `format` has no such shard.
 Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,
                  int64_t row_offset, const char* op);
+/// The `rows_of_each` rows of each matrix of a tensor of `logical_rows` rows, from row_offset of
+/// each on; with 0, as above.
+/// @throws c10::ValueError naming `op` if sizes are not those of such a shard;
+/// c10::NotImplementedError if `format` cannot be cut so.
+Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,
+                 int64_t row_offset, int64_t rows_of_each, const char* op);
 Tensor quantize(const Tensor& self, c10::string_view format, bool keep_master,
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset);
-/// Where a share lies: its rows within the logical tensor, that within the full one.
+/// Where a share lies: its rows within the logical tensor, that within the full one (Layout).
 struct LogicalPlace {
   int64_t logical_rows;
   int64_t row_offset;
+  int64_t rows_of_each;
   int64_t first_element;
   int64_t full_cols;
+  int64_t full_matrix_rows;
 };
 /// quantize() of a share whose ranks are known.
 Tensor quantize_placed(const Tensor& self, c10::string_view format, bool keep_master,
@@ -63,7 +71,7 @@ void flush_op(at::TensorList self);
 Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_view format,
                    const OptionalTensor& tensor_scale_inv, at::ScalarType dtype, bool keep_master,
                    std::optional<int64_t> columns, std::optional<int64_t> logical_rows,
-                   int64_t row_offset);
+                   int64_t row_offset, int64_t rows_of_each);
 
 // ops/tensor/row_image.cpp
 Tensor row_image(const Tensor& self);

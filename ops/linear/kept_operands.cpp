@@ -45,7 +45,8 @@ Tensor without_bytes(const Tensor& weight) {
   const QuantizedBuffer& buffer = buffer_of(weight);
   const auto rows = *row_window(weight);
   const Layout& all = buffer.layout();
-  const Layout layout = all.holding(rows.count).placed(all.row_offset + rows.first);
+  const Layout layout =
+      with_run(all, rows.first).holding(rows.count).placed(logical_row(all, rows.first));
   auto planes = Planes::allocate(layout, buffer.dtype(), false, at::kMeta, Fill::kNothing);
   auto twin =
       c10::make_intrusive<QuantizedBuffer>(Placement(layout), buffer.dtype(), std::move(planes));

@@ -31,6 +31,11 @@ std::vector<int64_t> fields_of(const QuantizedBuffer& buffer) {
   fields[kWritten] = buffer.flush_state().is_written();
   fields[kImages] = static_cast<int64_t>(layout.images);
   fields[kIsAdopted] = buffer.placement().knows_groups();
+  if (is_one_range(layout)) {
+    fields.resize(kRowsOfEach);
+  } else {
+    fields[kRowsOfEach] = layout.rows_of_each;
+  }
   return fields;
 }
 

@@ -130,7 +130,7 @@ void quantize_columnwise(const Layout& layout, const Tensor& image) {
 Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_view format_name,
                    const OptionalTensor& tensor_scale_inv, at::ScalarType dtype, bool keep_master,
                    std::optional<int64_t> columns, std::optional<int64_t> logical_rows,
-                   int64_t row_offset) {
+                   int64_t row_offset, int64_t rows_of_each) {
   check_key_is_ours(kOp);
   const Format& format = checked_format(format_name, kOp);
   TORCH_CHECK_TYPE(is_value_dtype(dtype),
@@ -143,7 +143,7 @@ Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_vie
         format.name);
   }
   const auto sizes = sizes_of(codes, format, columns);
-  const Layout layout = layout_of(sizes, format, logical_rows, row_offset, kOp);
+  const Layout layout = layout_of(sizes, format, logical_rows, row_offset, rows_of_each, kOp);
   const int64_t matrix_grid = layout.matrices() ? layout.grid_rows() / layout.matrices() : 0;
   const auto grid_sizes = [&] {
     const bool is_stack = sizes.size() > 2 && layout.rows == layout.logical_rows;

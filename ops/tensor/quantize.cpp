@@ -12,6 +12,7 @@
 #include "dispatch/flush/flush.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "dispatch/tensor/shard_to_be.h"
 #include "kernels/format/checked_sizes.h"
 #include "kernels/format/formats.h"
 #include "ops/calls/ops.h"
@@ -87,11 +88,24 @@ Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
   QuantizedBuffer& buffer = buffer_of(self);
   const Tensor grid = PlaneAccess(buffer).grid();  // the caller may write what it gets
   const Layout& layout = buffer.layout();
-  const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows.first;
-  const int64_t last = std::min(first + rows.count, layout.logical_rows) - 1;
+  const int64_t first = logical_row(layout, rows.first);
+  const int64_t run = run_from(layout, rows.first, rows.count);
+  const int64_t last = std::min(first + run, layout.logical_rows) - 1;
   if (last < first) return grid.narrow(0, 0, 0);
   const int64_t first_row = layout.grid_row(first);
   auto scales = grid.narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
+  if (run < rows.count) {
+    const int64_t each = layout.rows_of_each;
+    TORCH_CHECK_VALUE(rows.first % each == 0 && rows.count % each == 0,
+                      fmt::format("qshard::scale_inv: {} shows parts of the {} rows that this rank "
+                                  "has of each matrix; take whole ones",
+                                  describe(self), each));
+    const int64_t of_one = layout.grid_rows() / layout.matrices();
+    scales = grid.view({layout.matrices(), of_one, layout.grid_cols()})
+                 .narrow(0, first_row / of_one, rows.count / each)
+                 .narrow(1, first_row % of_one, scales.size(0));
+    return self.dim() == 2 ? scales.flatten(0, 1) : scales;
+  }
   if (self.dim() == 2 || rows.count % layout.matrix_rows != 0) return scales;
   c10::DimVector sizes(self.sizes().slice(0, self.dim() - 2));
   sizes.push_back(layout.grid_rows() / layout.matrices());
@@ -188,6 +202,24 @@ Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int6
   return layout;
 }
 
+Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,
+                 int64_t row_offset, int64_t rows_of_each, const char* op) {
+  if (rows_of_each == 0) return layout_of(sizes, format, logical_rows, row_offset, op);
+  TORCH_CHECK_VALUE(logical_rows && sizes.size() == 3 && sizes[1] == rows_of_each && sizes[0] > 0 &&
+                        *logical_rows % sizes[0] == 0,
+                    fmt::format("{}: a tensor of shape {} does not have {} rows of each matrix of "
+                                "{} rows",
+                                op, sizes, rows_of_each, logical_rows.value_or(0)));
+  const int64_t matrix_rows = *logical_rows / sizes[0];
+  TORCH_CHECK_VALUE(lies_within(row_offset, rows_of_each, matrix_rows),
+                    fmt::format("{}: {} rows of each matrix from {} on do not lie within {}", op,
+                                rows_of_each, row_offset, matrix_rows));
+  const Layout whole =
+      layout_of({sizes[0], matrix_rows, sizes[2]}, format, logical_rows, /*row_offset=*/0, op);
+  check_can_cut_matrices(whole, sizes);
+  return holding_of_each(whole, row_offset, rows_of_each);
+}
+
 Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_master,
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
   const Format& format = checked_arguments(self, format_name, keep_master);
@@ -202,15 +234,17 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
 Tensor quantize_placed(const Tensor& self, c10::string_view format_name, bool keep_master,
                        const LogicalPlace& place, const Groups& groups) {
   const Format& format = checked_arguments(self, format_name, keep_master);
+  constexpr auto kOp = "qshard::_quantize_share";
   const Layout layout = layout_of(self.sizes(), format, place.logical_rows, place.row_offset,
-                                  "qshard::_quantize_share");
-  TORCH_CHECK_VALUE(place.first_element >= 0 && place.full_cols >= layout.cols,
-                    fmt::format("qshard::_quantize_share: {} columns from element {} do not lie "
-                                "within a tensor of {} columns",
-                                layout.cols, place.first_element, place.full_cols));
-  const Layout placed = layout.within_full_tensor(place.first_element, place.full_cols);
-  return quantize_rows(self, checked_sizes("qshard::_quantize_share", placed), keep_master,
-                       &groups);
+                                  place.rows_of_each, kOp);
+  TORCH_CHECK_VALUE(
+      place.first_element >= 0 && place.full_cols >= layout.cols && place.full_matrix_rows >= 0,
+      fmt::format("{}: {} columns from element {} do not lie within a tensor of {} "
+                  "columns",
+                  kOp, layout.cols, place.first_element, place.full_cols));
+  const Layout placed =
+      layout.within_full_tensor(place.first_element, place.full_cols, place.full_matrix_rows);
+  return quantize_rows(self, checked_sizes(kOp, placed), keep_master, &groups);
 }
 
 Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {

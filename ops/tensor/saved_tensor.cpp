@@ -81,7 +81,8 @@ Layout layout_of(at::IntArrayRef fields, const Format& format) {
                       .cols = fields[kCols],
                       .logical_rows = fields[kLogicalRows],
                       .matrix_rows = fields[kMatrixRows],
-                      .row_offset = fields[kRowOffset]};
+                      .row_offset = fields[kRowOffset],
+                      .rows_of_each = fields.size() > kRowsOfEach ? fields[kRowsOfEach] : 0};
   for (const auto size : {layout.rows, layout.cols, layout.logical_rows, layout.matrix_rows}) {
     if (size < 0 || size >= kMaxSize) {
       reject("has an impossible size: {} x {} elements, of {} rows in matrices of {}", layout.rows,
@@ -94,6 +95,13 @@ Layout layout_of(at::IntArrayRef fields, const Format& format) {
   if (!whole_matrices || layout.row_offset < -1 || layout.row_offset > layout.logical_rows) {
     reject("has an impossible placement: row {} of {} rows in matrices of {}", layout.row_offset,
            layout.logical_rows, layout.matrix_rows);
+  }
+  const int64_t each = layout.rows_of_each;
+  const bool can_cut = each == 0 || (lies_within(layout.row_offset, each, layout.matrix_rows) &&
+                                     layout.rows == layout.matrices() * each);
+  if (!can_cut) {
+    reject("has {} rows of each matrix of {} from {} on, and {} in all", each, layout.matrix_rows,
+           layout.row_offset, layout.rows);
   }
   const int64_t images = fields.size() > kImages ? fields[kImages] : 0;
   const Images most = format.columnwise ? Images::kColumnwise : Images::kAll;
@@ -205,8 +213,8 @@ SavedTensor::SavedTensor(Tensor bytes, std::optional<Tensor> pending, std::vecto
 
 Layout checked_layout(const SavedTensor& saved, bool is_read) {
   const at::IntArrayRef fields = saved.layout;
-  const bool has_known_fields =
-      fields.size() == kFields || fields.size() == kIsAdopted || fields.size() == kImages;
+  const bool has_known_fields = fields.size() == kFields || fields.size() == kRowsOfEach ||
+                                fields.size() == kIsAdopted || fields.size() == kImages;
   TORCH_CHECK(has_known_fields && saved.bytes.scalar_type() == at::kByte &&
                   saved.bytes.dim() == 1 && is_value_dtype(saved.dtype),
               "qshard: this is not a saved quantized tensor");
@@ -227,7 +235,7 @@ Layout checked_layout(const SavedTensor& saved, bool is_read) {
 
 Layout checked_shared_layout(const SavedTensor& saved, const std::optional<at::Tensor>& master) {
   const at::IntArrayRef fields = saved.layout;
-  TORCH_CHECK(fields.size() == kFields && is_value_dtype(saved.dtype),
+  TORCH_CHECK(fields.size() >= kRowsOfEach && is_value_dtype(saved.dtype),
               "qshard: these are not the planes of a quantized tensor");
   const Format format = format_of(saved.format);
   const bool keeps_master = flag_of(fields[kKeepsMaster], "keeps a master");

@@ -23,8 +23,9 @@ enum LayoutField {
   kRowOffset,
   kKeepsMaster,
   kWritten,
-  kImages,     // files from before formats of two row images end before it
-  kIsAdopted,  // files from before tensors of their own, before this
+  kImages,      // files from before formats of two row images end before it
+  kIsAdopted,   // files from before tensors of their own, before this
+  kRowsOfEach,  // of shards that Shard(1) made alone
   kFields
 };
 

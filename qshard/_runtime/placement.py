@@ -8,6 +8,7 @@ makes), no one has to.
 """
 
 import copy
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +21,19 @@ ops = torch.ops.qshard
 
 @dataclass(frozen=True)
 class Placement:
-    """Rows [row_offset, ...) of a logical tensor of logical_rows, whose element (0, 0) is first_element of
-    a full tensor with full_cols columns. parts: shapes of the logical tensors there are, the same on all
-    ranks. has_rows_elsewhere: of a logical tensor's ranks more than one has any. The groups are names: of
+    """Rows [row_offset, ...) of a logical tensor of logical_rows, or rows_of_each rows of each of its matrices
+    from row_offset on. Its element (0, 0) is first_element of a full tensor with full_cols columns and
+    full_matrix_rows rows of a matrix (0: as many as in the logical tensor). parts: shapes of the logical
+    tensors there are, the same on all ranks. has_rows_elsewhere: of a logical tensor's ranks more than one has any. The groups are names: of
     the ranks that hold the other rows ('' if none), those with other parts of the full tensor, those
     with the same rows, and, of the parts, those with other columns of the same rows."""
 
     logical_rows: int
     row_offset: int
+    rows_of_each: int
     first_element: int
     full_cols: int
+    full_matrix_rows: int
     parts: tuple[tuple[int, ...], ...]
     has_rows_elsewhere: bool
     shard_group: str
@@ -50,8 +54,10 @@ class Placement:
             keep_master=keep_master,
             logical_rows=self.logical_rows,
             row_offset=self.row_offset,
+            rows_of_each=self.rows_of_each,
             first_element=self.first_element,
             full_cols=self.full_cols,
+            full_matrix_rows=self.full_matrix_rows,
             groups=self.groups,
         )
 
@@ -60,6 +66,10 @@ class Placement:
         for shape in self.parts:
             empty = torch.empty(shape, dtype=dtype, device="meta")
             ops.quantize(empty, format, keep_master=keep_master)
+            if self.rows_of_each:  # whether the format can be cut within matrices, by any number of rows
+                ops._quantize_share(empty, format, keep_master=keep_master, logical_rows=shape[0] * shape[1],
+                                    row_offset=0, rows_of_each=shape[1], first_element=0, full_cols=shape[2],
+                                    full_matrix_rows=0, groups=0)
 
 
 def group_names(mesh):
@@ -96,8 +106,10 @@ def is_strided(placement):
     return type(placement).__name__ == "_StridedShard"
 
 
-def roles(mesh, placements, tensor_groups, name):
-    """(the dimension that FSDP cuts or None, those that tensor parallelism cuts, replicas)."""
+def roles(mesh, placements, ndim, tensor_groups, name, is_quantized=False):
+    """Dimensions of the mesh of a tensor of `ndim` dimensions: (the one that FSDP cuts or None, those that tensor
+    parallelism cuts, replicas). `is_quantized`: tensor_groups are those that a quantized tensor knows, which are
+    all but those that hand out the matrices of a stack."""
     names = group_names(mesh)
     cuts, replicas = [], []
     for i, placement in enumerate(placements):
@@ -115,12 +127,16 @@ def roles(mesh, placements, tensor_groups, name):
         # What was cut last is FSDP's, though it be over one rank.
         tensor = [i for i in cuts if not is_strided(placements[i])]
     rest = [i for i in cuts if i not in tensor]
-    if len(rest) > 1 or any(placements[i].dim != 0 for i in rest):
+    if is_quantized:
+        # FSDP2 puts its mesh before that of what was cut earlier (_fsdp_param.py: _init_sharded_param).
+        rest = rest[:1]
+        tensor = [i for i in cuts if i not in rest]
+    if len(rest) > 1 or any(placements[i].dim > (ndim == 3) for i in rest):
         raise refusal(
             name,
             placements,
-            "rows (Shard(0)) are cut over one mesh dimension; say which mesh is tensor parallel by "
-            "qshard.quantize_(model, recipe, tp_mesh=tp_mesh)",
+            "rows (Shard(0), or Shard(1) of a stack of matrices) are cut over one mesh dimension; say which mesh "
+            "is tensor parallel by qshard.quantize_(model, recipe, tp_mesh=tp_mesh)",
         )
     if any(is_strided(placements[i]) for i in tensor):
         raise refusal(name, placements, "tensor parallelism has to cut before FSDP does")
@@ -138,7 +154,7 @@ def groups_of(mesh, placements, shape, local):
     of its own, and a mesh dimension that gives each rank such a tensor cuts none. Nothing else tells
     that dimension, as that of experts, from FSDP's."""
     logical_rows, is_part, is_share = TensorState(local).logical_tensor()
-    placement = place(mesh, placements, shape, TensorState(local).groups())
+    placement = place(mesh, placements, shape, TensorState(local).groups(), is_quantized=True)
     # If one rank alone has any rows, it cannot tell by their number.
     is_cut = placement.logical_rows == logical_rows and (is_share or placement.has_rows_elsewhere)
     return Process.number_of_groups(
@@ -149,17 +165,19 @@ def groups_of(mesh, placements, shape, local):
     )
 
 
-def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter"):
-    """The Placement of a DTensor. `tensor_groups`: names of the groups that are tensor parallel.
+def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter", is_quantized=False):
+    """The Placement of a DTensor. `tensor_groups`: names of the groups that are tensor parallel; is_quantized: as
+    in roles().
 
     Raises NotImplementedError, on all ranks, for what it cannot express."""
-    rows_dim, tensor_dims, replica_dims = roles(mesh, placements, tensor_groups, name)
+    is_stack = len(shape) == 3
+    rows_dim, tensor_dims, replica_dims = roles(mesh, placements, len(shape), tensor_groups, name, is_quantized)
     names = group_names(mesh)
     first, sizes, lengths = [0] * len(shape), list(shape), [{size} for size in shape]
     for i in tensor_dims:  # in the mesh's order, as DTensor cuts
         dim, ranks = placements[i].dim, mesh.size(i)
-        if len(shape) > 2 and dim > 0:
-            raise refusal(name, placements, "stacks of matrices are cut into whole matrices, by Shard(0)")
+        if len(shape) > 3 and dim > 0:
+            raise refusal(name, placements, "a stack of more than three dimensions is cut by Shard(0) alone")
         parts = {chunk(size, ranks, rank)[1] for size in lengths[dim] for rank in range(ranks)}
         if 0 in parts:
             raise refusal(
@@ -172,24 +190,27 @@ def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter
         offset, length = chunk(sizes[dim], ranks, mesh.get_local_rank(i))
         first[dim] += offset
         sizes[dim] = length
-    rows_per_slice = torch.Size(sizes[1:-1]).numel()
-    offset, has_rows_elsewhere = 0, False
+    rows_per_slice, full_rows_per_slice = (torch.Size(s[1:-1]).numel() for s in (sizes, shape))
+    row_offset, rows_of_each, has_rows_elsewhere = 0, 0, False
     if rows_dim is not None:
-        ranks = mesh.size(rows_dim)
-        offset, _ = chunk(sizes[0], ranks, mesh.get_local_rank(rows_dim))
-        has_rows_elsewhere = chunk(sizes[0], ranks, 1)[1] > 0
-    # Whole matrices have scales and state of their own.
-    of_full = tensor_dims if len(shape) == 2 else []
+        ranks, dim = mesh.size(rows_dim), placements[rows_dim].dim
+        offset, length = chunk(sizes[dim], ranks, mesh.get_local_rank(rows_dim))
+        has_rows_elsewhere = chunk(sizes[dim], ranks, 1)[1] > 0
+        row_offset = offset * rows_per_slice if dim == 0 else offset
+        if dim == 1 and ranks > 1:
+            rows_of_each = length
+            if any(size % ranks for size in lengths[1]):
+                raise refusal(name, placements, f"Shard(1) over {ranks} ranks needs as many rows of each matrix on each")
+    # Whole matrices have scales and state of their own, also those of a stack.
+    of_full = [i for i in tensor_dims if len(shape) == 2 or placements[i].dim > 0]
     return Placement(
         logical_rows=sizes[0] * rows_per_slice,
-        row_offset=offset * rows_per_slice,
-        first_element=first[0] * rows_per_slice * shape[-1] + first[-1],
+        row_offset=row_offset,
+        rows_of_each=rows_of_each,
+        first_element=(first[0] * full_rows_per_slice + (first[1] if is_stack else 0)) * shape[-1] + first[-1],
         full_cols=shape[-1],
-        parts=tuple(
-            (rows, *sizes[1:-1], cols)
-            for rows in sorted(lengths[0])
-            for cols in sorted(lengths[-1])
-        ),
+        full_matrix_rows=shape[1] if is_stack and sizes[1] != shape[1] else 0,
+        parts=tuple(itertools.product(*map(sorted, lengths))),
         has_rows_elsewhere=has_rows_elsewhere,
         shard_group=names[rows_dim] if rows_dim is not None else "",
         part_groups=tuple(names[i] for i in of_full),

@@ -47,15 +47,27 @@ class Part:
         (begin, count), *_ = box
         return local[self.expert - begin] if begin <= self.expert < begin + count else local[:0]
 
-    def rows_of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The rows of this part of an expert's matrix (out, in). A stack without matrices stays as it is."""
-        return matrix.narrow(0, self.first, self.rows) if matrix.dim() == 2 else matrix
+    def rows_of(self, matrix: torch.Tensor, box) -> torch.Tensor:
+        """The rows of this part of a rank's part (out, in) of an expert's matrix, as it lies in the stack's `box`. A stack
+        without matrices stays as it is."""
+        if matrix.dim() != 2:
+            return matrix
+        (first, count), (start, _) = self._rows(box)
+        return matrix.narrow(0, self.first + first - start if count else 0, count)
 
     def box(self, box):
-        """The rank's part of this matrix: all or nothing."""
-        (begin, count), *_ = box
-        is_here = begin <= self.expert < begin + count
-        return ((0, self.rows), (0, self.columns)) if is_here else ((0, 0), (0, 0))
+        """What this matrix has of a rank's box of the stack."""
+        (begin, experts), *_ = box
+        rows, _ = self._rows(box)
+        columns = box[1] if self.is_transposed else box[2]
+        is_here = begin <= self.expert < begin + experts and rows[1] > 0 and columns[1] > 0
+        return (rows, columns) if is_here else ((0, 0), (0, 0))
+
+    def _rows(self, box):
+        """Those of this part in the box, as (first, count) of it, and all rows of the box, as those of the matrix."""
+        start, held = of_matrix = box[2] if self.is_transposed else box[1]
+        first, end = max(self.first, start), min(self.first + self.rows, start + held)
+        return (max(first - self.first, 0), max(end - first, 0)), of_matrix
 
 
 def parts_of(module: nn.Module, attribute: str, key: str, stack: torch.Tensor) -> list[Part]:

@@ -158,13 +158,18 @@ class _QuantizedLoad:
             dtypes += ["U8", "F32"] if dtype is torch.float8_e8m0fnu else []  # DeepSeek-V3.1 has fp32
             _check(reader, name, entry.key, shapes, dtypes)
         self.box, self.matrix = boxes.held[ranks.rank], boxes.matrices[ranks.rank]
-        if entry.part:  # whole, where another rank has it, too: its scales may be this rank's
-            self.box = self.matrix = tuple((0, size) for size in entry.shape)
+        if entry.part:  # the scales of an expert that another rank has may be this rank's, too
+            _, rows, columns = entry.box[1]
+            of_rows, _ = entry.part.box(((entry.part.expert, 1), rows, columns))
+            self.matrix = of_rows, rows if entry.part.is_transposed else columns
+            if not self.box[0][1]:
+                self.box = (of_rows[0], 0), self.matrix[1]
         self.is_aligned = boxes.is_aligned
         if entry.part and not self.is_aligned:
             raise NotImplementedError(
-                f"{entry.key} begins inside a scale block of gate and up as one, and the files have blocks of its own; load it "
-                "into a model whose experts' hidden size is a multiple of the blocks' rows"
+                f"{entry.key} is cut inside a scale block of the files, where gate and up lie in one matrix or tensor "
+                "parallelism cuts experts, and the model has blocks of its own; load it into a model whose experts' hidden "
+                "size, divided by the ranks of tensor parallelism, is a multiple of the blocks' rows"
             )
         columnwise = info_of(self.format).columnwise
         block = columnwise.block_rows if columnwise else 1, 1
@@ -177,6 +182,8 @@ class _QuantizedLoad:
 
     def check_numbers(self):
         """Scales alone: few bytes, and all that can still be refused. The codes of zeros."""
+        if self.entry.part and not self.matrix[0][1]:
+            return  # gate where tensor parallelism gave the rank rows of up, or the reverse
         try:
             self._tensor(codes=None)
         except (ValueError, TypeError) as error:
@@ -261,9 +268,12 @@ class _StackLoad:
         # The logical tensor was settled when the stack was quantized, be it before an expert mesh handed it out or after.
         logical_rows, *_ = TensorState(self.stack).logical_tensor()
         wholes = (0, entry.tensor.shape[0]), logical, (self.first, self.count)
-        of_all = logical_rows // max(entry.tensor.shape[1], 1)
+        (self.first_row, self.rows), (start, self.rows_of_all) = (box[1] for box in entry.box)
+        self.first_row -= start
+        of_all = logical_rows // max(self.rows_of_all, 1)
         self.begin, self.of_all = next((whole for whole in wholes if whole[1] == of_all), wholes[-1])
-        self.is_share = self.count < self.of_all
+        self.cuts_matrices = 0 < self.rows < self.rows_of_all
+        self.is_share = self.count < self.of_all or self.cuts_matrices
         self.experts = {}  # in the order of the logical tensor
         for load in sorted(parts, key=lambda load: (load.entry.part.expert, load.entry.part.first)):
             if self.begin <= load.entry.part.expert < self.begin + self.of_all:
@@ -282,8 +292,9 @@ class _StackLoad:
         codes = torch.stack(codes) if codes else ops.codes(stack)
         planes, share = [], {}
         if self.is_share:
-            rows = stack.shape[1]
-            share = dict(logical_rows=self.of_all * rows, row_offset=(self.first - self.begin) * rows)
+            share["logical_rows"] = self.of_all * self.rows_of_all
+            share["row_offset"] = (self.first - self.begin) * self.rows_of_all + self.first_row
+            share["rows_of_each"] = self.rows if self.cuts_matrices else 0
         for i, own in enumerate((ops.scale_inv(stack), self._tensor_scale())):
             # Scales of rows are this rank's; those that span rows are of all the ranks' experts.
             if own is None:

@@ -60,7 +60,7 @@ class Entry:
     @property
     def local(self):
         """This rank's part, where it is not transposed. Without rows, it may have a dimension more."""
-        return self.matrix if self.part is None else self.part.rows_of(self.matrix)
+        return self.matrix if self.part is None else self.part.rows_of(self.matrix, self.box[0])
 
     @property
     def value(self):
@@ -69,7 +69,7 @@ class Entry:
         value = kept if kept is not None else ops.dequantize(self.matrix, dtype=torch.float32)
         if self.part is None:
             return value
-        return self.part.rows_of(value.mT if self.part.is_transposed else value)
+        return self.part.rows_of(value.mT if self.part.is_transposed else value, self.box[0])
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

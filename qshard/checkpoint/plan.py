@@ -128,8 +128,8 @@ class Plan:
         if apart:
             more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
             self.warnings.append(
-                f"{apart[0]}{more}: begins inside a scale block of gate and up as one: each is quantized as a whole, and "
-                f"{self.product} are not those of the model's codes"
+                f"{apart[0]}{more}: begins inside a scale block of gate and up as one, or is cut inside one by tensor "
+                f"parallelism: each is quantized as a whole, and {self.product} are not those of the model's codes"
             )
         together = self._to_requantize(cut, self._tensor_scales(ranks))
         in_group = {e.key: group for group in together for e in group}

@@ -87,10 +87,12 @@ def _transposed(entry, scheme):
     codes = experts.transposed_codes(ops.codes(matrix), entry.format, matrix.shape[-1])
     scale = experts.transposed_scales(ops.scale_inv(matrix), entry.format, matrix.shape[-1])
     if matrix.dim() == 2 and scheme.block[0] is not None:
-        ((first, count),) = in_blocks([(part.first, part.rows)], scheme.block)
-        scale = scale.narrow(0, first, count)
+        columns = entry.box[0][2]  # of the stack: rows of the transpose
+        first, count = part.box(entry.box[0])[0]
+        (first, count), (start, _) = in_blocks([(part.first + first, count), columns], scheme.block[:1] * 2)
+        scale = scale.narrow(0, first - start if count else 0, count)
     # A clone has a last stride of 1; what is contiguous may have another one where a dimension has one element.
-    return part.rows_of(codes), scale.clone(memory_format=torch.contiguous_format)
+    return part.rows_of(codes, entry.box[0]), scale.clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()

@@ -61,10 +61,13 @@ class Boxes:
         )
 
     def of_part(self, part):
-        """Those of a matrix in a stack, which one rank has as a whole, or several."""
-        held = {rank: part.box(box) for rank, box in self.held.items()}
-        boxes = Boxes((part.rows, part.columns), held, held, self.block)
-        boxes.is_aligned = part.first % self.block[0] == 0
+        """Those of a matrix in a stack."""
+        held, matrices = ({rank: part.box(box) for rank, box in of.items()} for of in (self.held, self.matrices))
+        boxes = Boxes((part.rows, part.columns), held, matrices, self.block)
+        rows = 2 if part.is_transposed else 1
+        # Scale blocks begin where the logical matrix does, and in files where this part does.
+        starts = {of_stack[rows][0] for rank, of_stack in self.matrices.items() if matrices[rank][0][1]}
+        boxes.is_aligned = self.is_aligned and all((part.first - start) % self.block[0] == 0 for start in starts)
         return boxes
 
 
@@ -123,7 +126,7 @@ def _own(entry, known):
     if like in known:
         return known[like]
     if entry.is_quantized:
-        rows_dim, first_dims, _ = roles(mesh, placements, groups, entry.key)
+        rows_dim, first_dims, _ = roles(mesh, placements, tensor.dim(), groups, entry.key, True)
         later = [] if rows_dim is None else [rows_dim]
     else:
         cuts = [i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1]

@@ -362,7 +362,7 @@ def _flush_parts(module, _):
     for _, weight in state_buffers.weights(module):
         if isinstance(weight, DTensor) and is_quantized(weight):
             groups = TensorState(local_of(weight)).groups()
-            rows, tensor, _ = roles(weight.device_mesh, weight.placements, groups, "a weight")
+            rows, tensor, _ = roles(weight.device_mesh, weight.placements, weight.dim(), groups, "a weight", True)
             if tensor and rows is None:
                 return flush(module)
 

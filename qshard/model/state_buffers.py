@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from qshard import module_state
 from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
-from qshard._runtime.placement import group_names, place, roles, with_local
+from qshard._runtime.placement import chunk, group_names, place, roles, with_local
 from qshard.nn.base import Initialized
 
 ops = torch.ops.qshard
@@ -122,12 +122,12 @@ def _of_all_ranks(weight, tensor):
     dimension = _expert_dimension(weight) if tensor.dim() > 1 else None
     if dimension is None:
         return tensor
-    logical_rows, _, _ = TensorState(local_of(weight)).logical_tensor()
-    mesh, shape = weight.device_mesh, weight.shape
+    mesh, matrices = weight.device_mesh, weight.shape[0]
     placements = [Shard(0) if i == dimension else Replicate() for i in range(mesh.ndim)]
     # Each rank has rows for its matrices and for its activations: torch.chunk's parts of their sum.
-    of_activations = tensor.shape[0] - logical_rows // shape[1:-1].numel()
-    whole = torch.Size((shape[0] + mesh.size(dimension) * of_activations, tensor.shape[1]))
+    _, of_rank = chunk(matrices, mesh.size(dimension), mesh.get_local_rank(dimension))
+    of_activations = tensor.shape[0] - of_rank
+    whole = torch.Size((matrices + mesh.size(dimension) * of_activations, tensor.shape[1]))
     return DTensor.from_local(
         tensor, mesh, placements, run_check=False, shape=whole, stride=(whole[1], 1)
     )
@@ -142,11 +142,11 @@ def _expert_dimension(weight):
     if logical_rows == shape[:-1].numel():
         return None  # all matrices, of which FSDP cut rows
     groups = TensorState(local).groups()
-    rows, parts, _ = roles(mesh, weight.placements, groups, "a stack")
-    if place(mesh, weight.placements, shape, groups).logical_rows != logical_rows:
-        parts = [*parts, rows]  # nothing but the number of matrices tells this dimension from FSDP's
-    (part,) = parts
-    return part
+    rows, cuts, _ = roles(mesh, weight.placements, len(shape), groups, "a stack", True)
+    if place(mesh, weight.placements, shape, groups, is_quantized=True).logical_rows != logical_rows:
+        cuts = [*cuts, rows]  # nothing but the number of matrices tells this dimension from FSDP's
+    # Tensor parallelism may cut each matrix besides.
+    return next((i for i in cuts if weight.placements[i].dim == 0), None)
 
 
 def tensor_groups(weight: torch.Tensor) -> list[str]:

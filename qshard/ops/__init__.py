@@ -127,6 +127,7 @@ def from_planes(
     columns: int | None = None,
     logical_rows: int | None = None,
     row_offset: int = 0,
+    rows_of_each: int = 0,
 ) -> Tensor:
     """A quantized tensor of codes and scales made elsewhere; a copy, no alias. They stay what they are until
     the tensor is written: no flush or gather requantizes them.
@@ -140,6 +141,8 @@ def from_planes(
     columns: where nvfp4 codes have an odd number of them.
     logical_rows, row_offset: as `quantize`; `codes` are of the shard, and so are scales of single rows. fp32
         scales are those of all logical rows, the same on all ranks: nothing is left to agree upon.
+    rows_of_each: of a stack cut inside its matrices: `codes` (matrices, rows_of_each, columns) have the rows from
+        row_offset on of each matrix of logical_rows in all.
 
     No autograd. Raises TypeError for a wrong dtype; ValueError for a wrong shape or device, an unknown format
     and scales that the format cannot have.

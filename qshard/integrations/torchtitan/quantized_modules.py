@@ -89,7 +89,6 @@ def _quantize(model, config, modules, parallel_dims):
     """The two kinds lie on meshes of their own, whose dimensions that are not FSDP's have to be told."""
     chosen = {id(module) for module in modules if isinstance(module, nn.Linear)}
     stacks = [p for m in modules if isinstance(m, GroupedExperts) for p in m.parameters() if p.dim() > 2]
-    _refuse_cut_matrices(stacks)
     if stacks and config.weight_only:
         raise NotImplementedError(
             "qshard_parallelize: weight_only cannot act on experts, which torchtitan's own forward multiplies; leave "
@@ -111,20 +110,7 @@ def _quantize(model, config, modules, parallel_dims):
             options.recipe_of(config),
             filter_fn=lambda *_: False,
             parameter_fn=lambda parameter, _: id(parameter) in stacks,
-            tp_mesh=parallel_dims.get_optional_mesh("ep"),
+            # Tensor parallelism cuts each expert's matrices where no mesh hands experts out.
+            tp_mesh=parallel_dims.get_optional_mesh("ep") or parallel_dims.get_optional_mesh("tp"),
             **options.arguments(config),
         )
-
-
-def _refuse_cut_matrices(stacks):
-    """Tensor parallelism without expert parallelism, and FSDP over more ranks than there are experts, cut
-    the matrices of all experts."""
-    for stack in stacks:
-        for placement in getattr(stack, "placements", ()):
-            if getattr(placement, "dim", 0) != 0:
-                raise NotImplementedError(
-                    f"qshard_parallelize: experts of shape {tuple(stack.shape)} are placed as "
-                    f"{tuple(stack.placements)}, and quantized stacks are cut into whole matrices, by "
-                    "Shard(0); set parallelism.expert_parallel_degree, or leave them plain by "
-                    'filter_fqns=["router.gate", "inner_experts"]'
-                )

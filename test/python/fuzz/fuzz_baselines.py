@@ -264,8 +264,10 @@ def share(draw):
     given = {"self": draw.plain(draw.rows, draw.columns), "logical_rows": 4 * draw.rows}
     return given | {
         "row_offset": draw.rows,
+        "rows_of_each": 0,
         "first_element": 0,
         "full_cols": draw.columns,
+        "full_matrix_rows": 0,
         "groups": 0,
     }
 

@@ -1,5 +1,6 @@
 """Stacks of experts in streams and in low-bit files: a matrix for each expert and projection, and what engines hold."""
 
+import contextlib
 import json
 import warnings
 
@@ -22,7 +23,8 @@ ops = torch.ops.qshard
 EXPERTS = 4
 
 
-def build(format="float8_blockwise", width=128, seed=0, keep_master=True, ep=None, **options):
+def build(format="float8_blockwise", width=128, seed=0, keep_master=True, ep=None, dims=(0, 0), **options):
+    """ep: the mesh that cuts stacks by these dimensions, of gate_up_proj and down_proj."""
     config = transformers.Qwen3MoeConfig(
         **{**TINY, "intermediate_size": 128},
         num_experts=EXPERTS,
@@ -34,9 +36,9 @@ def build(format="float8_blockwise", width=128, seed=0, keep_master=True, ep=Non
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="qshard").to(device())
     if ep is not None:
         experts = model.model.layers[1].mlp.experts
-        for name in ("gate_up_proj", "down_proj"):
+        for name, dim in zip(("gate_up_proj", "down_proj"), dims):
             whole = getattr(experts, name)
-            setattr(experts, name, torch.nn.Parameter(distribute_tensor(whole.data, ep, [Shard(0)])))
+            setattr(experts, name, torch.nn.Parameter(distribute_tensor(whole.data, ep, [Shard(dim)])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {"filter_fn": lambda m, name: "mlp" in name and "gate" != name[-4:], **options}
@@ -61,17 +63,18 @@ def assert_are(tensors, stacks, format):
             assert_same_bits(decoded(planes, format), of_all[expert], module)
 
 
-def sharded(format, **kwargs):
-    """By FSDP2; on four ranks by an expert mesh of two under it."""
+def sharded(format, cuts_matrices=False, **kwargs):
+    """By FSDP2, cuts_matrices: with rows of each expert on each rank; on four ranks by an expert mesh of two under it."""
+    rows = {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 3 else None} if cuts_matrices else {}
     if dist.get_world_size() == 4:
         mesh = full_mesh(2, 2, names=("fsdp", "ep"))
-        model = build(format, ep=mesh["ep"], **kwargs)
-        fully_shard(model.model.layers[1].mlp.experts, mesh=mesh["fsdp"])
+        model = build(format, ep=mesh["ep"], tp_mesh=mesh["ep"] if cuts_matrices else None, **kwargs)
+        fully_shard(model.model.layers[1].mlp.experts, mesh=mesh["fsdp"], **rows)
         return model, [model.model.layers[1].mlp.experts]
     model = build(format, **kwargs)
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, **rows)
+    fully_shard(model, **rows)
     return model, [model]
 
 
@@ -85,10 +88,12 @@ LAYOUTS = {
 
 @on_ranks(1, 2, 4)
 def test_streams_files_and_digests_of_experts():
-    for format, layout in LAYOUTS.items():
+    placed = [(format, layout, False) for format, layout in LAYOUTS.items()]
+    placed += [(format, LAYOUTS[format], True) for format in ("float8_blockwise", "float8_rowwise")]
+    for format, layout, rows in placed:
         one = build(format)
         stacks, known = of_experts(one), digests(one, layout=layout)
-        model, _ = sharded(format)
+        model, _ = sharded(format, rows)
         tensors = dict(quantized_tensors(model, layout=layout, bucket_bytes=100_000))
         assert not any(name.endswith(("gate_up_proj", "down_proj")) for name in tensors)
         assert_are(tensors, stacks, format)
@@ -98,7 +103,7 @@ def test_streams_files_and_digests_of_experts():
             continue
         with shared_folder() as folder:
             save_quantized(model, folder / "files", layout=layout)
-            other, _ = sharded(format, seed=1, keep_master=format != "mxfp8")
+            other, _ = sharded(format, rows, seed=1, keep_master=format != "mxfp8")
             load_quantized(other, folder / "files")
             assert digests(other, layout=layout) == known
             qshard.flush(other)
@@ -107,6 +112,29 @@ def test_streams_files_and_digests_of_experts():
                 local = getattr(other.model.layers[1].mlp.experts, name)
                 local = getattr(local, "_local_tensor", local).detach()
                 assert torch.equal(local + 0, ops.dequantize(local)), name  # masters are the codes' values
+
+
+@on_ranks(2, 4)
+def test_experts_that_tensor_parallelism_cuts():
+    """Cuts lie between blocks of the files; where they do not, streams have each matrix quantized as a whole."""
+    mesh = full_mesh(dist.get_world_size() // 2, 2, names=("fsdp", "tp"))
+    for format, layout in LAYOUTS.items():
+        one = build(format, width=256)
+        known, cut = digests(one, layout=layout), {"ep": mesh["tp"], "tp_mesh": mesh["tp"], "dims": (1, 2)}
+        model = build(format, width=256, **cut)
+        if dist.get_world_size() == 4:
+            fully_shard(model.model.layers[1].mlp.experts, mesh=mesh["fsdp"])
+        assert digests(model, layout=layout) == known, format
+        verify(quantized_tensors(model, layout=layout), known)
+        with shared_folder() as folder:
+            save_quantized(model, folder / "files", layout=layout)
+            other = build(format, width=256, seed=1, **cut)
+            load_quantized(other, folder / "files")
+            assert digests(other, layout=layout) == known, format
+    model = build(width=128, **cut)
+    is_first = dist.get_rank() == 0
+    with pytest.warns(UserWarning, match="is quantized as a whole") if is_first else contextlib.nullcontext():
+        assert dict(quantized_tensors(model, layout="deepseek-fp8"))
 
 
 @on_ranks(1, 2)

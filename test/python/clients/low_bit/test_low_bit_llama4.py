@@ -157,7 +157,7 @@ def test_gate_and_up_that_share_scale_blocks(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save_quantized(model, tmp_path, layout="deepseek-fp8")
-    with pytest.raises(NotImplementedError, match="begins inside a scale block of gate and up"):
+    with pytest.raises(NotImplementedError, match="inside a scale block of the files, where gate and up lie"):
         load_quantized(model, tmp_path)
 
 

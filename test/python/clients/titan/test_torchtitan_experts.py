@@ -30,6 +30,8 @@ TENSOR = {"tensor_parallel_degree": 2}
         ("deepseek_v3", "float8_delayed", EXPERT, 3),
         ("deepseek_v3", "mxfp8", {**EXPERT, "spmd_backend": "partial_dtensor"}, 3),
         ("deepseek_v3", "float8_blockwise", {**EXPERT, **TENSOR}, 10),
+        ("deepseek_v3", "float8_blockwise", TENSOR, 3),
+        ("deepseek_v3", "nvfp4", TENSOR, 3),
         ("qwen3", "float8_tensorwise", {}, 3),
         ("qwen3", "nvfp4", EXPERT, 10),
     ],
@@ -99,9 +101,3 @@ def test_experts_export_plain_values_to_hugging_face(model, recipe, parallelism)
 @on_ranks(2, devices=("cpu",), compiles=True)
 def test_compiled_experts_train_as_eager_ones(parallelism):
     trains_compiled("deepseek_v3", {"parallelism": parallelism}, of_loss=4e-4)
-
-
-@on_ranks(2, devices=("cpu",))
-def test_tensor_parallelism_that_cuts_experts_is_a_named_error():
-    with shared_folder() as folder, pytest.raises(NotImplementedError, match="into whole matrices, by Shard"):
-        Job(configured("deepseek_v3", quantization={}, parallelism=TENSOR), folder)
