@@ -49,9 +49,10 @@ bool keeps_kind(const at::Tensor& self, at::ScalarType dtype) {
 /// Whether a shard of the logical tensor that `self` is a window of can have these sizes.
 bool can_be_shard(const at::Tensor& self, at::IntArrayRef sizes) {
   const Layout& layout = buffer_of(self).layout();
-  return self.dim() >= 2 && self.dim() == static_cast<int64_t>(sizes.size()) &&
-         self.sizes().slice(1).equals(sizes.slice(1)) && sizes.back() == layout.cols &&
-         c10::multiply_integers(sizes.slice(0, sizes.size() - 1)) <= layout.logical_rows;
+  if (self.dim() < 2 || self.dim() != static_cast<int64_t>(sizes.size())) return false;
+  const int64_t rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  return self.sizes().slice(1).equals(sizes.slice(1)) && sizes.back() == layout.cols &&
+         (is_one_range(layout) ? rows <= layout.logical_rows : rows == layout.rows);
 }
 
 /// Whether these sizes are those of the stack `self` but for fewer rows of each matrix.

@@ -35,7 +35,9 @@ void add_weight_statistics(QuantizedBuffer& buffer, Watched& watched) {
     const auto codes =
         matrix_of({with_run(layout, row), planes.image(), planes.grid().read(), row}, count);
     const ReadOnlyTensor own = values.narrow(0, row, count);
-    watched.add(kWatchedWeight, coded_matrix(codes, own), buffer.device());
+    CodedMatrix coded = coded_matrix(codes, own);
+    coded.bytes += (rows - count) * layout.row_bytes();  // one use has all rows
+    watched.add(kWatchedWeight, coded, buffer.device());
     row += count;
   }
 }

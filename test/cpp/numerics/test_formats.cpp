@@ -161,7 +161,36 @@ TEST(Layout, LayoutsMadeOfAnotherDifferInWhatTheyAreNamedFor) {
   EXPECT_TRUE(own.holds_all_rows());
   EXPECT_EQ(own.matrices(), 2);
   EXPECT_EQ(own.element(1), 96);
-  EXPECT_EQ(with_cols(own, 32).within_full_tensor(7, 40).element(1), 47);
+  EXPECT_EQ(with_cols(own, 32).within_full_tensor(7, 40, 0).element(1), 47);
+}
+
+TEST(Layout, RowsOfEachMatrixLieInTheLogicalTensor) {
+  const Layout whole{.format = &find_format("float8_blockwise"),
+                     .rows = 3 * 256,
+                     .cols = 64,
+                     .logical_rows = 3 * 256,
+                     .matrix_rows = 256};
+  const Layout shard = holding_of_each(whole, 128, 128);
+  EXPECT_EQ(shard.rows, 3 * 128);
+  EXPECT_EQ(shard.live_rows(), shard.rows);
+  EXPECT_FALSE(shard.holds_all_rows());
+  EXPECT_TRUE(shard.owns_its_blocks());
+  EXPECT_FALSE(holding_of_each(whole, 64, 64).owns_its_blocks());
+  EXPECT_EQ(logical_row(shard, 0), 128);
+  EXPECT_EQ(logical_row(shard, 127), 255);
+  EXPECT_EQ(logical_row(shard, 128), 256 + 128);
+  EXPECT_EQ(run_from(shard, 100, 200), 28);
+  EXPECT_EQ(run_from(shard, 128, 100), 100);
+  const Layout run = with_run(shard, 130);
+  EXPECT_TRUE(is_one_range(run));
+  EXPECT_EQ(logical_row(run, 130), 256 + 130);
+  EXPECT_TRUE(is_one_range(holding_of_each(whole, 0, 256)));
+  EXPECT_TRUE(own_tensor(shard, 128).holds_all_rows());
+
+  // A part of 100 rows and 64 columns of matrices of 300 x 80.
+  const Layout part = own_tensor(whole.holding(200), 100).within_full_tensor(7, 80, 300);
+  EXPECT_EQ(part.element(99), 7 + 99 * 80);
+  EXPECT_EQ(part.element(100), 7 + 300 * 80);
 }
 
 }  // namespace
