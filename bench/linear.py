@@ -1,6 +1,6 @@
 """The quantized linear: its GEMMs, the whole of forward and backward, and what it saves.
 
-    python bench/linear.py [--only SECTION …] [--tokens N …] [--torchao] [--json FILE]
+    python bench/linear.py [--only SECTION …] [--tokens N …] [--shapes OUTxIN …] [--torchao] [--json FILE]
 
 GEMM: device time of what is not our kernel inside our operators, in TFLOP/s = 2 M N K / time, next
 to torch._scaled_mm (cuBLASLt with its first heuristic) and bf16 mm of the same sizes, in turn.
@@ -8,6 +8,8 @@ Whole: nn.Linear forward + backward with a weight as FSDP2 gathers it (bf16, no 
 all kernels, and time from event to event over back-to-back calls. 1/1.55 = 0.645, 1/1.35 = 0.741.
 Accumulate: the backward of a second microbatch, which adds to .grad in the GEMM, next to the same
 with a hook on the weight, for which autograd adds: device time, and memory beyond what lives before.
+Narrow, where it is named: steps of a Llama of eight layers in bf16, AdamW among them, from event to event:
+plain, with all linears of its blocks quantized, and with those that `qshard.large_enough` takes.
 With --torchao: ours per tensor next to its Float8Linear, eager and compiled, of which FSDP2 gathers
 the same codes; last, because torchao changes inductor.
 Saved: memory that forward leaves allocated, less its output, per element of an input that nothing
@@ -15,12 +17,14 @@ else keeps. A code is 1 byte, a 1x128 scale 4/128 more.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 from measuring import (
     Results,
     Row,
@@ -40,11 +44,16 @@ from torch import nn
 
 import qshard
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from llama import Llama, LlamaConfig  # noqa: E402
+
 ops = torch.ops.qshard
 RECIPES = {r.format: r for r in (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())}
 # (out features, in features)
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672), (1024, 4096)]
-SECTIONS = ("whole", "accumulate", "transpose", "reuse", "saved", "gemm", "torchao")
+SECTIONS = ("whole", "accumulate", "transpose", "reuse", "saved", "gemm", "torchao", "narrow")
+ASKED_FOR = ("torchao", "narrow")  # sections that are measured where they are named
+WIDTHS = (512, 1024, 2048)
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
 
@@ -55,6 +64,7 @@ class Bench:
     shapes: list[tuple[int, int]]
     tokens: list[int]
     qkv: tuple[int, int]  # out features of k and v, of q; q has as many in features
+    widths: tuple[int, ...] = WIDTHS
 
     def randn(self, *shape, dtype=BF16):
         return torch.randn(*shape, device=self.device, dtype=dtype)
@@ -238,6 +248,35 @@ def accumulate(bench: Bench, format, tokens, shape) -> Iterator[Row]:
                   at_most(1))
 
 
+def narrow(bench: Bench, tokens, width) -> Iterator[Row]:
+    """Steps of a small model on one device."""
+    config = LlamaConfig(vocab=8192, dim=width, layers=8, heads=width // 64, kv_heads=width // 64, hidden=4 * width,
+                         max_seq_len=1024)
+    ids = torch.randint(config.vocab, (max(tokens // 1024, 1), 1024), device=bench.device)
+
+    def step_of(recipe=None, chosen=None):
+        model = Llama(config).to(bench.device, BF16)
+        if recipe:
+            qshard.quantize_(model.layers, recipe, filter_fn=chosen)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def step():
+            F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    names = ["bf16"]
+    steps = [step_of()]
+    for format, recipe in RECIPES.items():
+        names += [format, f"{format}, large_enough"]
+        steps += [step_of(recipe), step_of(recipe, qshard.large_enough(tokens=tokens, recipe=recipe))]
+    plain, *quantized = elapsed(bench, steps, calls=min(10, bench.calls))
+    for name, us in zip(names[1:], quantized):
+        yield Row(f"{name}: step / bf16", f"{tokens} tokens, width {width}", us, plain, "µs")
+
+
 # ------------------------------------------------------------------------------- saved memory
 
 
@@ -319,6 +358,9 @@ def sections(bench: Bench) -> Iterator[tuple[str, str, object]]:
                 yield ("gemm", f"{format} {tokens} {shape}",
                        lambda: gemms(bench, format, tokens, shape))
     for tokens in sorted(bench.tokens, reverse=True):
+        for width in bench.widths:
+            yield "narrow", f"{tokens} {width}", lambda: narrow(bench, tokens, width)
+    for tokens in sorted(bench.tokens, reverse=True):
         for shape in bench.shapes:
             yield "torchao", f"{tokens} {shape}", lambda: beside_torchao(bench, tokens, shape)
 
@@ -327,6 +369,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="also: 32768")
+    parser.add_argument("--shapes", type=lambda text: tuple(map(int, text.split("x"))), nargs="+", default=SHAPES,
+                        metavar="OUTxIN", help="features, in place of a Llama's")
     parser.add_argument("--only", nargs="+", choices=SECTIONS)
     parser.add_argument("--torchao", action="store_true", help="also beside torchao's linear")
     parser.add_argument("--calls", type=int, default=10)
@@ -336,14 +380,14 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    bench = Bench(args.device, args.calls, SHAPES, args.tokens, (1024, 4096))
+    bench = Bench(args.device, args.calls, args.shapes, args.tokens, (1024, 4096))
     if args.tiny:
-        bench = Bench(args.device, 2, [(256, 512), (512, 256)], [256, 512], (128, 256))
+        bench = Bench(args.device, 2, [(256, 512), (512, 256)], [256, 512], (128, 256), (128,))
     results = Results("qshard linear", args.seconds)
     for section, label, measure in sections(bench):
         if args.tiny and label == "blockwise":
             continue
-        wanted = section in args.only if args.only else section != "torchao"
+        wanted = section in args.only if args.only else section not in ASKED_FOR
         if wanted or (args.torchao and section == "torchao"):
             results.add(f"{section} {label}", measure)
     results.save(args.json)

@@ -108,6 +108,19 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
                                                   DType value_dtype, DType code_dtype,
                                                   cudaStream_t stream);
 
+/// Beyond so many bytes of values a CUDA block for each multiprocessor has more than two tiles, and
+/// two launches that read the values twice are faster (bench/results/2026-11-29-h200.md).
+constexpr int64_t kMostBytesAtOnce = int64_t{8} << 20;
+/// Whether launch_quantize_activation_at_once() is for these values: there are some, and few.
+bool is_quantized_at_once(const ActivationTask& task, DType value_dtype);
+/// The same by the values' own amax, which is left in `amax` (1): one launch of at most `blocks`
+/// CUDA blocks, which wait for each other. With one for each multiprocessor they run beside kernels
+/// that leave half of it free. `maxima` (blocks): device memory. Cooperative launch: see CUDA C++
+/// Programming Guide, "Grid Synchronization".
+cudaError_t launch_quantize_activation_at_once(const ActivationTask& task, float* amax,
+                                               uint32_t* maxima, int blocks, DType value_dtype,
+                                               DType code_dtype, cudaStream_t stream);
+
 /// An amax from before: by it codes are made in the pass that finds the values' own.
 struct PreviousAmax {
   const float* amax = nullptr;  // on the device; 0: there is none

@@ -1,7 +1,9 @@
 #include "kernels/linear/linear_fp8.h"
 
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -110,6 +112,15 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
       task.column_factors = request.column_factors.const_data_ptr<float>();
     }
     check_launch(launch_quantize_activation_in_rows(task, dtype, stream));
+    return out;
+  }
+  if (!request.delayed && !amax.defined() && is_quantized_at_once(task, dtype)) {
+    amax = at::empty({1}, values.options().dtype(at::kFloat));
+    const int blocks = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    const auto maxima = c10::cuda::CUDACachingAllocator::get()->allocate(blocks * sizeof(uint32_t));
+    check_launch(launch_quantize_activation_at_once(task, amax.mutable_data_ptr<float>(),
+                                                    static_cast<uint32_t*>(maxima.get()), blocks,
+                                                    dtype, out.code_dtype, stream));
     return out;
   }
   if (const HeldPreviousAmax previous = previous_amax(request, amax, x.device());
