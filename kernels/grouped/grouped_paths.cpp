@@ -71,7 +71,7 @@ GemmFallback codes_fallback(const GroupedProblem& problem, const ExpertWeights& 
 }  // namespace
 
 GroupedChoice choose_grouped_path(const GroupedProblem& problem, const ExpertWeights& weights) {
-  if (weights.count == 0) return {GroupedPath::kEach, GemmFallback::kNone};
+  if (weights.count == 0 || weights.rows == 0) return {GroupedPath::kEach, GemmFallback::kNone};
   // The gradient of matrices that lie as (in, out) is that of a plain product, for one expert, too.
   const bool is_plain = weights.transposed && problem.direction == GemmDirection::kGradWeight;
   const GemmFallback why = is_plain ? GemmFallback::kNone : codes_fallback(problem, weights);

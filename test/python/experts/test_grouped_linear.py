@@ -171,6 +171,15 @@ def test_no_expert_has_rows(rows):
     assert_same(ours.grad, torch.zeros(3, OUT, IN))
 
 
+@pytest.mark.parametrize("format", ["float8_blockwise[emulate]", "mxfp8[emulate]", "nvfp4[emulate]"])
+def test_matrices_without_rows(format):
+    stack = ops.quantize(torch.randn(3, 0, IN), format).requires_grad_()
+    x = torch.randn(5, IN, requires_grad=True)
+    y = ops.grouped_linear(x, stack, torch.tensor([1, 2, 5], dtype=torch.int32))
+    y.backward(torch.zeros(5, 0))
+    assert y.shape == (5, 0) and stack.grad.shape == (3, 0, IN) and not x.grad.any()
+
+
 @pytest.mark.parametrize("lies", ["out, in", "in, out"])
 def test_expanded_gradients(lies):
     ends = ends_of(3, "none")
