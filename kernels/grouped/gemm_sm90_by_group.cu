@@ -1,4 +1,4 @@
-#include "kernels/grouped/launch_sm90.cuh"
+#include "kernels/grouped/gemm_sm90.cuh"
 
 namespace qshard::cuda {
 
