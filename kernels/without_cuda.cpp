@@ -55,8 +55,8 @@ bool has_grouped_gemm(at::Device) { return false; }
 at::Tensor grouped_gemm(const char* op, const GroupedOperands& operands) {
   TORCH_CHECK(false, op, ": needs a GPU of compute capability 9.0, got ", operands.a.device());
 }
-GroupCodes quantize_groups(const GivenOperand&, const Format&, OperandRole, Orientations,
-                           const RowGroups&, const DelayedAmax&) {
+GroupCodes quantize_packed_groups(const GivenOperand&, const Format&, OperandRole, Orientations,
+                                  const RowGroups&, const DelayedAmax&) {
   no_cuda("quantize an activation");
 }
 int64_t saved_columns_bytes(const Format&, int64_t, int64_t, int64_t) {
@@ -76,12 +76,12 @@ GroupSwigluBackward quantize_swiglu_backward_groups(const at::Tensor&, const at:
                                                     const RowGroups&) {
   no_cuda("quantize a gradient");
 }
-at::Tensor multiply_by_codes(const GroupCodes&, const ExpertWeights&, const RowGroups&, bool,
-                             at::ScalarType) {
+at::Tensor multiply_by_packed_codes(const GroupCodes&, const ExpertWeights&, const RowGroups&, bool,
+                                    at::ScalarType) {
   no_cuda("multiply codes");
 }
-at::Tensor multiply_columns(const GroupCodes&, const GroupCodes&, int64_t, const RowGroups&,
-                            at::ScalarType, const at::Tensor&) {
+at::Tensor multiply_packed_columns(const GroupCodes&, const GroupCodes&, int64_t, const RowGroups&,
+                                   at::ScalarType, const at::Tensor&) {
   no_cuda("multiply codes");
 }
 

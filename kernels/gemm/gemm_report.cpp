@@ -73,7 +73,8 @@ std::string backend_of_codes(const Format& format, bool emulated) {
 std::string words_of(const GroupedCall& call) {
   switch (call.path) {
     case GroupedPath::kCodes:
-      return "grouped FP8 GEMM";
+      return call.format->gemm.kind == GemmKind::kPacked ? "grouped FP8 GEMM"
+                                                         : "grouped block-scaled GEMM";
     case GroupedPath::kValues:
       return call.why == GemmFallback::kNone
                  ? "grouped GEMM of values"

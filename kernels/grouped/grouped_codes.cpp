@@ -155,9 +155,9 @@ GroupCodes restored_codes(const at::Tensor& rows, const at::Tensor& columns, con
   return made;
 }
 
-GroupCodes quantize_groups(const GivenOperand& x, const Format& format, OperandRole role,
-                           Orientations orientations, const RowGroups& groups,
-                           const DelayedAmax& delayed) {
+GroupCodes quantize_packed_groups(const GivenOperand& x, const Format& format, OperandRole role,
+                                  Orientations orientations, const RowGroups& groups,
+                                  const DelayedAmax& delayed) {
   if (x.arrived() != nullptr && x.arrived()->meets(format)) {
     return arrived_groups(*x.arrived(), format, role, orientations, groups);
   }
@@ -193,8 +193,8 @@ GroupCodes quantize_groups(const GivenOperand& x, const Format& format, OperandR
   return made;
 }
 
-at::Tensor multiply_by_codes(const GroupCodes& x, const ExpertWeights& weights,
-                             const RowGroups& groups, bool contract, at::ScalarType dtype) {
+at::Tensor multiply_by_packed_codes(const GroupCodes& x, const ExpertWeights& weights,
+                                    const RowGroups& groups, bool contract, at::ScalarType dtype) {
   const RowImage& image = weights.stack.codes.row_image();
   const Layout& layout = image.layout;
   const int64_t experts = weights.count, rows = weights.rows;
@@ -224,8 +224,9 @@ at::Tensor multiply_by_codes(const GroupCodes& x, const ExpertWeights& weights,
   return grouped_gemm(kOp, operands);
 }
 
-at::Tensor multiply_columns(const GroupCodes& gradient, const GroupCodes& input, int64_t total,
-                            const RowGroups& groups, at::ScalarType dtype, const at::Tensor& sum) {
+at::Tensor multiply_packed_columns(const GroupCodes& gradient, const GroupCodes& input,
+                                   int64_t total, const RowGroups& groups, at::ScalarType dtype,
+                                   const at::Tensor& sum) {
   GroupedOperands operands;
   operands.a = gradient.columns;
   operands.a_scale_inv = gradient.column_scales;

@@ -218,8 +218,8 @@ LinearWeight ExpertWeights::matrix(int64_t expert) const {
 }
 
 bool can_save_expert_codes(const at::Tensor& x, const ExpertWeights& weights, bool weight_only) {
-  if (weights.transposed || x.numel() == 0) return false;
   const Format& format = *weights.stack.codes.format;
+  if (weights.transposed || x.numel() == 0 || format.gemm.kind != GemmKind::kPacked) return false;
   return runs_on_codes(GemmDirection::kForward, x, weights, weight_only) &&
          runs_on_codes(GemmDirection::kGradWeight, x, weights, weight_only) &&
          saved_columns_bytes(format, x.size(0), x.size(1), weights.count) <=
@@ -271,10 +271,13 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
       "codes");
   LinearBackward result;
   if (codes.rowwise || codes.columnwise) {
+    GradientRounding rounding;
+    if (codes.rowwise) rounding.rows = gradient_rounding(format, grad->device(), nullptr, 0);
+    if (codes.columnwise) rounding.columns = gradient_rounding(format, grad->device(), nullptr, 0);
     const GroupCodes quantized =
         task.grad_codes ? *task.grad_codes
                         : quantize_groups(grad, format, OperandRole::kGradient, codes, groups,
-                                          delayed_gradient_amax(weights.stack));
+                                          delayed_gradient_amax(weights.stack), rounding);
     if (codes.rowwise) {
       result.grad_input =
           multiply_by_codes(quantized, weights, groups, !weights.transposed, grad->dtype());

@@ -2,9 +2,10 @@
 //
 // Each group is a linear as kernels/linear/linear.h has it: its rows are quantized by themselves,
 // and what it computes does not depend on the groups beside it. FP8 codes in blocks are multiplied
-// in one GEMM on Hopper; what has no such GEMM is dequantized and multiplied in bfloat16 by torch's
-// grouped GEMM. The host waits for neither. Elsewhere one linear runs after the other, for which
-// the host reads where groups end. backend_report() lists all three.
+// in one GEMM on Hopper, MXFP8 and NVFP4 in torch's on Blackwell; what has no such GEMM is
+// dequantized and multiplied in bfloat16 by torch's grouped GEMM. The host waits for neither.
+// Elsewhere one linear runs after the other, for which the host reads where groups end.
+// backend_report() lists all three.
 #pragma once
 
 #include <ATen/core/Tensor.h>

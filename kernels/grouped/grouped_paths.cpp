@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/grouped/block_scaled_codes.h"
 #include "kernels/grouped/grouped_gemm.h"
 #include "kernels/grouped/grouped_values.h"
 #include "kernels/linear/gemm_backend.h"
@@ -10,12 +11,14 @@
 namespace qshard {
 namespace {
 
-/// Whether the grouped GEMM multiplies codes that are scaled so: E4M3 in blocks, or one scale and
-/// gradients in E5M2.
-bool has_grouped_gemm_of_codes(const Format& format, at::Device device) {
+bool is_packed(const Format& format) { return format.gemm.kind == GemmKind::kPacked; }
+
+/// Whether the grouped GEMM of packed codes multiplies those that are scaled so: E4M3 in blocks, or
+/// one scale and gradients in E5M2.
+bool has_grouped_gemm_of_packed(const Format& format, at::Device device) {
   const ActivationCodes& activations = format.activations;
-  if (format.emulated || format.gemm.kind != GemmKind::kPacked ||
-      activations.packed_input_dtype != DType::kFloat8E4M3 || !has_grouped_gemm(device)) {
+  if (format.emulated || activations.packed_input_dtype != DType::kFloat8E4M3 ||
+      !has_grouped_gemm(device)) {
     return false;
   }
   const auto is_scaled = [&](ScaleMode weight, ScaleMode rows, DType gradient) {
@@ -61,9 +64,16 @@ GemmFallback codes_fallback(const GroupedProblem& problem, const ExpertWeights& 
     const GemmFallback fallback = backend.supports(of_one);
     if (fallback != GemmFallback::kNone) return fallback;
   }
-  if (!has_grouped_gemm_of_codes(format, problem.device)) return GemmFallback::kNoGroupedGemm;
-  if (is_too_large(weights, problem.total)) return GemmFallback::kTooLarge;
+  const bool has_gemm = is_packed(format)
+                            ? has_grouped_gemm_of_packed(format, problem.device)
+                            : has_block_scaled_grouped_gemm(format, problem.device, problem.dtype);
   const bool reads_weights = problem.direction != GemmDirection::kGradWeight;
+  // The other paths say that this image was not gathered.
+  const bool has_image = weights.stack.codes.row_image().layout.has_rowwise();
+  if (!has_gemm || (reads_weights && !has_image)) return GemmFallback::kNoGroupedGemm;
+  const bool too_large = is_packed(format) ? is_too_large(weights, problem.total)
+                                           : is_too_large_for_block_scaled(weights, problem.total);
+  if (too_large) return GemmFallback::kTooLarge;
   return reads_weights && !has_regular_scales(weights) ? GemmFallback::kWindow
                                                        : GemmFallback::kNone;
 }
@@ -101,6 +111,28 @@ GroupedPath record_path(GemmDirection direction, const GivenOperand& x,
   record_grouped_gemm(*weights.stack.codes.format, direction, choice.path, choice.why,
                       x->device().is_cuda());
   return choice.path;
+}
+
+GroupCodes quantize_groups(const GivenOperand& x, const Format& format, OperandRole role,
+                           Orientations orientations, const RowGroups& groups,
+                           const DelayedAmax& delayed, const GradientRounding& rounding) {
+  return is_packed(format)
+             ? quantize_packed_groups(x, format, role, orientations, groups, delayed)
+             : quantize_block_scaled_groups(x, format, orientations, groups, rounding);
+}
+
+at::Tensor multiply_by_codes(const GroupCodes& x, const ExpertWeights& weights,
+                             const RowGroups& groups, bool contract, at::ScalarType dtype) {
+  return is_packed(*weights.stack.codes.format)
+             ? multiply_by_packed_codes(x, weights, groups, contract, dtype)
+             : multiply_by_block_scaled_codes(x, weights, groups, contract);
+}
+
+at::Tensor multiply_columns(const GroupCodes& gradient, const GroupCodes& input, int64_t total,
+                            const RowGroups& groups, at::ScalarType dtype, const at::Tensor& sum) {
+  return gradient.columns.defined()
+             ? multiply_packed_columns(gradient, input, total, groups, dtype, sum)
+             : multiply_block_scaled_columns(gradient, input, groups, dtype, sum);
 }
 
 }  // namespace qshard

@@ -36,7 +36,8 @@ struct Operands {
 }  // namespace
 
 bool has_group_swiglu(const Format& format) {
-  return packed_scale_mode(format) == ScaleMode::kBlock1x128 &&
+  return format.gemm.kind == GemmKind::kPacked &&
+         packed_scale_mode(format) == ScaleMode::kBlock1x128 &&
          packed_code_dtype(format, OperandRole::kGradient) == DType::kFloat8E4M3;
 }
 

@@ -66,8 +66,13 @@ at::Tensor multiply_transposed(const at::Tensor& left, const at::Tensor& right,
                                              std::nullopt, left.scalar_type())
                                  .narrow(1, 0, a)
                                  .narrow(2, 0, b);
+  return weight_gradient(product, aligned.lengths, dtype, sum);
+}
+
+at::Tensor weight_gradient(const at::Tensor& product, const at::Tensor& lengths,
+                           at::ScalarType dtype, const at::Tensor& sum) {
   // An expert without rows: -0 leaves any value that it is added to as it is.
-  product.masked_fill_((aligned.lengths == 0).view({-1, 1, 1}), sum.defined() ? -0.0 : 0.0);
+  product.masked_fill_((lengths == 0).view({-1, 1, 1}), sum.defined() ? -0.0 : 0.0);
   if (sum.defined()) {
     at::Tensor out = sum;
     return out.add_(product);

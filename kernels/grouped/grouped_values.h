@@ -27,4 +27,9 @@ at::Tensor multiply_transposed(const at::Tensor& left, const at::Tensor& right,
                                const RowGroups& groups, at::ScalarType dtype,
                                const at::Tensor& sum);
 
+/// What multiply_transposed gives where `product`, (E, a, b), is the product of experts with rows.
+/// `lengths`, (E,): 0 for those without, whose product may hold anything and is overwritten.
+at::Tensor weight_gradient(const at::Tensor& product, const at::Tensor& lengths,
+                           at::ScalarType dtype, const at::Tensor& sum);
+
 }  // namespace qshard

@@ -1,5 +1,7 @@
 #include "kernels/grouped/shared_codes.h"
 
+#include "kernels/grouped/grouped_paths.h"
+
 namespace qshard {
 
 namespace {

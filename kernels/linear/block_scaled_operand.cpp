@@ -15,25 +15,6 @@ at::Tensor empty_image(const Layout& layout, const at::TensorOptions& options) {
   return at::empty({layout.rows, layout.row_bytes()}, options.dtype(at::kByte));
 }
 
-// `values` holds the layout's live rows; others are not read.
-RowImage quantized(const at::Tensor& values, const Layout& layout, const int32_t* rounding) {
-  const at::Tensor amax = at::empty({layout.grid_numel()}, values.options().dtype(at::kFloat));
-  const at::Tensor image = empty_image(layout, values.options());
-  const at::Tensor grid = at::empty({layout.grid_numel()}, amax.options());
-  QuantizeTask task;
-  task.layout = layout;
-  task.value_dtype = value_dtype(values.scalar_type());
-  task.values = values.const_data_ptr();
-  task.image = image.mutable_data_ptr<uint8_t>();
-  task.amax = amax.mutable_data_ptr<float>();
-  task.grid = grid.mutable_data_ptr<float>();
-  task.rounding = rounding;
-  const Stream stream = current_stream(values.device());
-  compute_amax({&task, 1}, stream);
-  quantize({&task, 1}, stream);
-  return {layout, image, grid};
-}
-
 }  // namespace
 
 at::Tensor transposed_values(const at::Tensor& x, bool hadamard) {
@@ -51,16 +32,36 @@ at::Tensor transposed_values(const at::Tensor& x, bool hadamard) {
   return out;
 }
 
+RowImage quantized_as(const at::Tensor& values, const Layout& layout, const int32_t* rounding,
+                      const std::function<void(const at::Tensor&)>& change_amax) {
+  const at::Tensor amax = at::empty({layout.grid_numel()}, values.options().dtype(at::kFloat));
+  const at::Tensor image = empty_image(layout, values.options());
+  const at::Tensor grid = at::empty({layout.grid_numel()}, amax.options());
+  QuantizeTask task;
+  task.layout = layout;
+  task.value_dtype = value_dtype(values.scalar_type());
+  task.values = values.const_data_ptr();
+  task.image = image.mutable_data_ptr<uint8_t>();
+  task.amax = amax.mutable_data_ptr<float>();
+  task.grid = grid.mutable_data_ptr<float>();
+  task.rounding = rounding;
+  const Stream stream = current_stream(values.device());
+  compute_amax({&task, 1}, stream);
+  if (change_amax) change_amax(amax);
+  quantize({&task, 1}, stream);
+  return {layout, image, grid};
+}
+
 RowImage quantized_rows(const at::Tensor& x, const Format& format, const int32_t* rounding) {
-  return quantized(x.contiguous(), whole_layout(activation_format(format), x.size(0), x.size(1)),
-                   rounding);
+  return quantized_as(x.contiguous(), whole_layout(activation_format(format), x.size(0), x.size(1)),
+                      rounding);
 }
 
 RowImage quantized_columns(const at::Tensor& x, const Format& format, const int32_t* rounding) {
   const at::Tensor values = transposed_values(x, format.activations.hadamard_columns);
   const int64_t k = x.size(1);
   const auto layout = whole_layout(activation_format(format), k, values.size(1), round_up(k, 16));
-  return quantized(values, layout, rounding);
+  return quantized_as(values, layout, rounding);
 }
 
 RowImage weight_rows(const QuantizedMatrix& weight) {

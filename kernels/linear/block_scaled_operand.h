@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+
 #include "kernels/linear/quantized_matrix.h"
 
 namespace qshard {
@@ -11,6 +13,11 @@ namespace qshard {
 /// x (M, K) -> (K, round_up(M, 32)) in x's dtype: the transpose of x and zeros; with `hadamard`
 /// each 16 rows of x go through the random Hadamard transform first (kernels/numerics/hadamard.h).
 at::Tensor transposed_values(const at::Tensor& x, bool hadamard);
+
+/// The image of `values`, contiguous, the live rows of `layout`. `change_amax`, if given, may
+/// change the amaxes that the grid's scales are made of: float32 (layout.grid_numel(),).
+RowImage quantized_as(const at::Tensor& values, const Layout& layout, const int32_t* rounding,
+                      const std::function<void(const at::Tensor&)>& change_amax = {});
 
 /// x (M, K), float32, bfloat16 or float16, as it meets a weight of `format`: (M, K), contracting
 /// along K. `rounding`, on x's device, as in QuantizeTask.

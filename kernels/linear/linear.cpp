@@ -74,25 +74,6 @@ void check_activation(const OperandProducer& x, const QuantizedMatrix& weight, i
               " must be floating point, got ", x.dtype());
 }
 
-// The words of QuantizeTask::rounding for one gradient operand of a block-scaled GEMM; undefined
-// rounds to nearest. Stochastic rounding goes by torch's own generator. `shared` are words that
-// were drawn for several linears, or are to be: each counts from its group on, so that its elements
-// round in a way that no other group's rows change.
-at::Tensor gradient_rounding(const Format& format, at::Device device, at::Tensor* shared,
-                             int64_t group) {
-  if (!format.activations.stochastic_gradients) return {};
-  at::Tensor words = shared == nullptr ? at::Tensor() : *shared;
-  if (!words.defined()) {
-    words = at::randint(std::numeric_limits<int32_t>::max(), {kRoundingWords},
-                        at::TensorOptions().dtype(at::kInt).device(device));
-    if (shared != nullptr) *shared = words;
-  }
-  if (group == 0) return words;
-  words = words.clone();
-  words[kRoundingWords - 1].add_(group).bitwise_and_(std::numeric_limits<int32_t>::max());
-  return words;
-}
-
 const int32_t* words_of(const at::Tensor& rounding) {
   return rounding.defined() ? rounding.const_data_ptr<int32_t>() : nullptr;
 }
@@ -227,6 +208,21 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const LinearCal
 }
 
 }  // namespace
+
+at::Tensor gradient_rounding(const Format& format, at::Device device, at::Tensor* shared,
+                             int64_t group) {
+  if (!format.activations.stochastic_gradients) return {};
+  at::Tensor words = shared == nullptr ? at::Tensor() : *shared;
+  if (!words.defined()) {
+    words = at::randint(std::numeric_limits<int32_t>::max(), {kRoundingWords},
+                        at::TensorOptions().dtype(at::kInt).device(device));
+    if (shared != nullptr) *shared = words;
+  }
+  if (group == 0) return words;
+  words = words.clone();
+  words[kRoundingWords - 1].add_(group).bitwise_and_(std::numeric_limits<int32_t>::max());
+  return words;
+}
 
 // The format is not known here, so only where all that would read the codes can. Where MXFP8 and
 // NVFP4 GEMMs run, inputs are saved plain: NVFP4's wgrad reads an amax of its own, after the random

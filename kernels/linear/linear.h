@@ -62,7 +62,6 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
                              bool weight_only = false, const at::Tensor& added = {});
 
-/// What linear_backward is to make, and of what.
 /// The random words by which gradients are rounded where the format rounds them stochastically, of
 /// one backward for several weights. Each linear draws words of its own without.
 struct GradientRounding {
@@ -70,6 +69,14 @@ struct GradientRounding {
   at::Tensor columns = {};  // of the gradient's columns, which wgrad reads
 };
 
+/// The words of QuantizeTask::rounding for one gradient operand of a block-scaled GEMM; undefined
+/// rounds to nearest. Stochastic rounding goes by torch's own generator. `shared`, or null: words
+/// that were drawn for several linears, or are to be: each counts from its `group` on, so that its
+/// elements round in a way that no other group's rows change.
+at::Tensor gradient_rounding(const Format& format, at::Device device, at::Tensor* shared,
+                             int64_t group);
+
+/// What linear_backward is to make, and of what.
 struct LinearBackwardTask {
   const OperandProducer* grad = nullptr;   // (M, N)
   bool needs_input = false;                // grad_input is asked for

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <utility>
 
 #include "kernels/grouped/row_groups.h"
 
@@ -41,6 +42,19 @@ TEST(RowGroupsTest, AlignedRowsBeginAtMultiplesOf8) {
   EXPECT_TRUE(rows.narrow(0, 8, 9).equal(x.squeeze(1).narrow(0, 3, 9)));
   EXPECT_EQ(rows.narrow(0, 3, 5).abs().sum().item<float>(), 0);
   EXPECT_EQ(rows.narrow(0, 17, rows.size(0) - 17).abs().sum().item<float>(), 0);
+}
+
+TEST(RowGroupsTest, RowsAreFoundAmongAlignedOnes) {
+  const at::Tensor ends = ints({3, 3, 142, 150});
+  const AlignedRows aligned(ends, /*total=*/152, /*alignment=*/128);
+  EXPECT_TRUE(aligned.ends.equal(ints({128, 128, 384, 512})));
+  ASSERT_EQ(aligned.expert_of.size(0), 640);  // 4 * 127 more than the rows, at most
+  for (const auto& [row, expert] : {std::pair(0, 0), {127, 0}, {128, 2}, {383, 2}, {511, 3}}) {
+    EXPECT_EQ(aligned.expert_of[row].item<int64_t>(), expert) << row;
+  }
+  const at::Tensor x = at::arange(1, 153, at::kFloat).unsqueeze(1);
+  const at::Tensor found = aligned.of(x).index_select(0, aligned.places(ends, 152));
+  EXPECT_TRUE(found.narrow(0, 0, 150).equal(x.narrow(0, 0, 150)));
 }
 
 }  // namespace
