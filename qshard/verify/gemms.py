@@ -165,14 +165,19 @@ def _grouped(row: Row, counts, n: int, k: int, device) -> None:
     x, stack, grad = _inputs(total, len(counts) * n, k, device)
     grad, stack = grad[:, :n].contiguous(), stack.view(len(counts), n, k)
     offs = torch.tensor(counts, device=device).cumsum(0).int()
-    line = f"{row.format} forward of experts: grouped FP8 GEMM"
+    format, kind = row.format, "FP8"
+    if info.gemm.kind == "row_images":
+        kind, x, grad = "block-scaled", x.bfloat16(), grad.bfloat16()
+    if info.activations.stochastic_gradients:  # by other words than those of a linear for each expert
+        format = f"{format}[nearest_gradients]"
+    line = f"{format} forward of experts: grouped {kind} GEMM"
     made = []
-    for name in (row.format, emulated(row.format)):
+    for name in (format, emulated(format)):
         torch.manual_seed(0)
         weight = torch.nn.Parameter(ops.quantize(stack, name))
         given = x.clone().requires_grad_()
         y = ops.grouped_linear(given, weight, offs)
-        if name == row.format and line not in ops.backend_report():
+        if name == format and line not in ops.backend_report():
             row.note = "there is no grouped GEMM of the format's codes"
             return
         y.backward(grad)
