@@ -149,43 +149,6 @@ class BlockScaledGroups {
   at::Tensor expert_of_tile_;  // int64 (tiles of 128 aligned rows,)
 };
 
-/// Each expert's matrix as it lies, or its transpose: then blocks are square.
-BlockScaledCodes codes_of_weights(const ExpertWeights& weights, bool transposes) {
-  const RowImage& image = weights.stack.codes.row_image();
-  const Layout& layout = image.layout;
-  const int64_t experts = weights.count, n = weights.rows, k = layout.cols;
-  at::Tensor rows = image_rows(image).narrow(0, image.first_row, experts * n);
-  BlockScaledCodes made;
-  if (layout.format->has_tensor_scale()) {
-    const int64_t first = layout.grid_row(layout.row_offset + image.first_row);
-    made.tensor_scales = image.grid.operand().view({-1}).narrow(0, first, experts);
-  }
-  if (!transposes) {
-    made.rows = n;
-    made.codes = codes_in(rows, layout).view({experts, n, -1});
-    made.scales = swizzled(scales_in(rows, layout).unflatten(0, {experts, n}));
-    return made;
-  }
-  made.rows = k;
-  // Rows of zeros, so that blocks of the one transposed matrix belong to one expert.
-  const int64_t padded = round_up(n, kContracted);
-  if (padded != n) {
-    rows = at::constant_pad_nd(rows.view({experts, n, -1}), {0, 0, 0, padded - n});
-  }
-  const Layout from = whole_layout(*layout.format, experts * padded, k).with_images(layout.images);
-  const Layout to = transposed_layout(from);
-  const at::Tensor out = at::empty({to.rows, to.row_bytes()}, rows.options());
-  transpose_image(
-      {from, static_cast<const uint8_t*>(rows.const_data_ptr()), out.mutable_data_ptr<uint8_t>()},
-      current_stream(rows.device()));
-  const auto of_each = [&](int64_t first, int64_t bytes) {
-    return out.narrow(1, first, bytes).unflatten(1, {experts, -1}).transpose(0, 1);
-  };
-  made.codes = of_each(0, to.code_bytes()).contiguous();
-  made.scales = swizzled(of_each(to.row_scale_offset(), to.block_cols()));
-  return made;
-}
-
 }  // namespace
 
 bool has_block_scaled_grouped_gemm(const Format& format, at::Device device, at::ScalarType dtype) {
@@ -235,6 +198,42 @@ GroupCodes quantize_block_scaled_groups(const GivenOperand& x, const Format& for
   return made;
 }
 
+BlockScaledCodes block_scaled_weights(const ExpertWeights& weights, bool transposes) {
+  const RowImage& image = weights.stack.codes.row_image();
+  const Layout& layout = image.layout;
+  const int64_t experts = weights.count, n = weights.rows, k = layout.cols;
+  at::Tensor rows = image_rows(image).narrow(0, image.first_row, experts * n);
+  BlockScaledCodes made;
+  if (layout.format->has_tensor_scale()) {
+    const int64_t first = layout.grid_row(layout.row_offset + image.first_row);
+    made.tensor_scales = image.grid.operand().view({-1}).narrow(0, first, experts);
+  }
+  if (!transposes) {
+    made.rows = n;
+    made.codes = codes_in(rows, layout).view({experts, n, -1});
+    made.scales = swizzled(scales_in(rows, layout).unflatten(0, {experts, n}));
+    return made;
+  }
+  made.rows = k;
+  // Rows of zeros, so that blocks of the one transposed matrix belong to one expert.
+  const int64_t padded = round_up(n, kContracted);
+  if (padded != n) {
+    rows = at::constant_pad_nd(rows.view({experts, n, -1}), {0, 0, 0, padded - n});
+  }
+  const Layout from = whole_layout(*layout.format, experts * padded, k).with_images(layout.images);
+  const Layout to = transposed_layout(from);
+  const at::Tensor out = at::empty({to.rows, to.row_bytes()}, rows.options());
+  transpose_image(
+      {from, static_cast<const uint8_t*>(rows.const_data_ptr()), out.mutable_data_ptr<uint8_t>()},
+      current_stream(rows.device()));
+  const auto of_each = [&](int64_t first, int64_t bytes) {
+    return out.narrow(1, first, bytes).unflatten(1, {experts, -1}).transpose(0, 1);
+  };
+  made.codes = of_each(0, to.code_bytes()).contiguous();
+  made.scales = swizzled(of_each(to.row_scale_offset(), to.block_cols()));
+  return made;
+}
+
 at::Tensor multiply_by_block_scaled_codes(const GroupCodes& x, const ExpertWeights& weights,
                                           const RowGroups& groups, bool contract) {
   const BlockScaledCodes& rows = x.block_rows;
@@ -244,7 +243,7 @@ at::Tensor multiply_by_block_scaled_codes(const GroupCodes& x, const ExpertWeigh
   }
   const at::Tensor ends = groups.ends(rows.rows);
   const at::Tensor product = scaled_grouped_mm(weights.stack.codes.format->gemm.scale_mode, rows,
-                                               codes_of_weights(weights, contract), ends)
+                                               block_scaled_weights(weights, contract), ends)
                                  .narrow(1, 0, columns)
                                  .contiguous();
   zero_rows_of_none(product, ends);

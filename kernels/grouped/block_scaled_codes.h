@@ -25,6 +25,8 @@ bool is_too_large_for_block_scaled(const ExpertWeights& weights, int64_t total);
 GroupCodes quantize_block_scaled_groups(const GivenOperand& x, const Format& format,
                                         Orientations orientations, const RowGroups& groups,
                                         const GradientRounding& rounding);
+/// Each expert's matrix as it lies, or its transpose, for which blocks are square.
+BlockScaledCodes block_scaled_weights(const ExpertWeights& weights, bool transposes);
 /// As multiply_by_codes, in bfloat16.
 at::Tensor multiply_by_block_scaled_codes(const GroupCodes& x, const ExpertWeights& weights,
                                           const RowGroups& groups, bool contract);
