@@ -33,15 +33,15 @@ using OptionalTensor = std::optional<at::Tensor>;
 /// included.
 void check_is_sharded_by_rows(const Tensor& self, const QuantizedBuffer& buffer) {
   const Layout& layout = buffer.layout();
-  if (!is_one_range(layout)) return;
   const int64_t ranks = ranks_of(buffer.placement().group());
+  if (!is_one_range(layout) && layout.rows * ranks == layout.logical_rows) return;
   const int64_t rows_per_slice =
       c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
   if (rows_per_slice == 0) return;
   const int64_t slices = layout.logical_rows / rows_per_slice;
-  if (layout.rows == ceil_div(slices, ranks) * rows_per_slice) return;
+  if (is_one_range(layout) && layout.rows == ceil_div(slices, ranks) * rows_per_slice) return;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      layout.rows < layout.logical_rows,
+      layout.rows < layout.logical_rows && is_one_range(layout),
       fmt::format("qshard: this quantized parameter is sharded by another dimension than its rows "
                   "(each rank holds a {}); rows are the unit of quantized shards. Return Shard(0) "
                   "from shard_placement_fn",

@@ -29,11 +29,6 @@ bool same_kind(const QuantizedBuffer& a, const QuantizedBuffer& b) {
          x.logical_rows == y.logical_rows && x.matrix_rows == y.matrix_rows;
 }
 
-/// Equal windows of rows of one logical tensor.
-struct RowCopy {
-  RowWindow to, from;
-};
-
 /// All rows of `self` as they are in `src`; none unless both show the same rows of the logical
 /// tensor.
 std::vector<RowCopy> row_copies(const at::Tensor& self, const at::Tensor& src) {
@@ -102,11 +97,7 @@ void copy_into_quantized(const at::Tensor& self, const at::Tensor& src, bool non
   const bool is_itself = has_key(src) && &buffer == &buffer_of(src);  // torch reports overlaps
   if (has_key(src) && !is_itself) {
     const auto copies = row_copies(self, src);
-    // Whether codes can be copied is the same of all windows of one tensor.
-    const bool are_copied = std::ranges::all_of(copies, [&](const RowCopy& copy) {
-      return buffer.copy_rows_from(buffer_of(src), copy.to, copy.from, non_blocking);
-    });
-    if (!copies.empty() && are_copied) {
+    if (!copies.empty() && buffer.copy_rows_from(buffer_of(src), copies, non_blocking)) {
       buffer.flush_state().watch().expect_version_bump(*self.unsafeGetTensorImpl());
       return;
     }

@@ -71,17 +71,20 @@ at::Tensor make_shard(const at::Tensor& self, at::IntArrayRef sizes, const NewAr
                       int64_t rank) {
   QuantizedBuffer& from = buffer_of(self);
   if (cuts_matrices(self, sizes) && covers_live_rows(self)) {
-    check_can_cut_matrices(from.layout(), sizes);
+    check_can_cut_matrices(from.placement(), sizes);
     const auto place = from.placement().slice_of_each(rank * sizes[1], sizes[1]);
     return make_tensor(make_buffer_of_rows(from, place, args.dtype, args.device, fill), sizes);
   }
   const auto rows = row_window(self);
   TORCH_CHECK_NOT_IMPLEMENTED(
       rows && can_be_shard(self, sizes),
-      fmt::format("qshard: this quantized parameter is sharded by another dimension than its rows "
-                  "(a shard of shape {} of a {}); rows are the unit of quantized shards. Return "
-                  "Shard(0) from shard_placement_fn, or, for a stack of matrices, Shard(1)",
-                  sizes, describe(self)));
+      fmt::format(
+          "qshard: this quantized parameter is sharded by another dimension than its rows "
+          "(a shard of shape {} of a {}); rows are the unit of quantized shards. Return "
+          "Shard(0) from shard_placement_fn, or, for a stack of matrices (three dimensions), "
+          "Shard(1). If tensor parallelism has cut it, say so: qshard.quantize_(model, recipe, "
+          "tp_mesh=tp_mesh)",
+          sizes, describe(self)));
   const int64_t held = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
   int64_t row = 0;
   const bool is_beyond = c10::mul_overflows(rank, held, &row) ||

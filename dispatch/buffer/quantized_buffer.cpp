@@ -107,7 +107,7 @@ void QuantizedBuffer::requantized(ReadOnlyTensor given, const FlushEvent& event,
   drop_pending();
 }
 
-bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows,
+bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, std::span<const RowCopy> copies,
                                      bool non_blocking) {
   from.materialize();
   // Codes that this rank alone has made of a pending write are not the value yet.
@@ -118,7 +118,11 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
   const int64_t live_rows = layout().live_rows();
   const int64_t generation = from.generation();
   const bool is_same_generation = this->generation() == generation;
-  const bool is_whole = live_rows == 0 || (to_rows.first == 0 && to_rows.count >= live_rows);
+  int64_t rows = 0;
+  for (const RowCopy& copy : copies) {
+    if (copy.to.first == rows) rows += copy.to.count;
+  }
+  const bool is_whole = rows >= live_rows;
   // Beside codes that this rank alone made, a pending write is the value of the other rows.
   if (!is_whole &&
       (!is_same_generation || !flush_state_.codes_current() || planes_.pending().defined())) {
@@ -130,7 +134,8 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
   materialize();
   materialize_image_copies();
   from.flush_state_.flushed().wait();
-  if (to_rows.count > 0) {
+  for (const auto& [to_rows, from_rows] : copies) {
+    if (to_rows.count == 0) continue;
     copy_rows(planes_.write_image(), to_rows, from.planes_.image(), from_rows, non_blocking);
     if (keeps_master()) {
       copy_rows(planes_.write_master(), to_rows, from.value(), from_rows, non_blocking);

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "dispatch/parts/arrivals.h"
 #include "dispatch/parts/flush_state.h"
@@ -21,6 +22,11 @@ namespace qshard {
 struct RowWindow {
   int64_t first;
   int64_t count;
+};
+
+/// Equal windows of rows of one logical tensor.
+struct RowCopy {
+  RowWindow to, from;
 };
 
 /// Where kernels write codes and scales.
@@ -94,9 +100,9 @@ class QuantizedBuffer : public c10::intrusive_ptr_target {
   void requantized(ReadOnlyTensor given, const FlushEvent& event, Pending pending);
   /// Copies rows of `from`, values and codes, into rows of this one as bytes, if the codes then
   /// have exactly the source's value and no block has two scales: within one generation, or all
-  /// live rows together with their grid. Returns false if nothing was done.
-  bool copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows,
-                      bool non_blocking);
+  /// live rows together with their grid. `copies`: in the order of this one's rows. Returns false
+  /// if nothing was done.
+  bool copy_rows_from(QuantizedBuffer& from, std::span<const RowCopy> copies, bool non_blocking);
   /// Copies everything of `from` into this buffer's own memory. Both were made of one description
   /// in a file: this buffer before the file's bytes were read, `from` after.
   /// @throws c10::Error if their layouts, dtypes or devices differ.

@@ -67,25 +67,37 @@ bool is_of(const Template& of, const QuantizedBuffer& buffer) {
          b.images == Images::kAll && !buffer.placement().is_gathered();
 }
 
+/// By what is the same on all ranks.
+void check_is_whole(const Placement& placement, at::IntArrayRef sizes) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      ranks_of(placement.group()) <= 1 && placement.layout().holds_all_rows(),
+      fmt::format("qshard: FSDP2 would cut a {} stack of {} rows (a shard of shape {}), which was "
+                  "quantized as if FSDP2 had cut it already; after parallelize_module say so: "
+                  "qshard.quantize_(model, recipe, tp_mesh=tp_mesh)",
+                  placement.layout().format->name, placement.layout().logical_rows, sizes));
+}
+
 }  // namespace
 
-void check_can_cut_matrices(const Layout& layout, at::IntArrayRef sizes) {
+void check_can_cut_matrices(const Placement& placement, at::IntArrayRef sizes) {
+  const Layout& layout = placement.layout();
+  check_is_whole(placement, sizes);
+  // Tensor parallelism may have left ranks parts of unequal width, whose widths all of them know.
+  const auto& columns = placement.groups().columns;
+  const int64_t ranks = columns.empty() ? 1 : ranks_of(columns.front());
+  const int64_t width = columns.empty() ? layout.cols : layout.element_pitch();
+  const auto fits = [&](int64_t cols) { return with_cols(layout, cols).row_bytes() == cols; };
+  const int64_t part = ceil_div(width, ranks);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      layout.holds_all_rows(),
+      layout.format->scale.is_in_grid() && layout.format->code_bits == 8 && fits(part) &&
+          fits(width - (ranks - 1) * part),
       fmt::format(
-          "qshard: FSDP2 would cut the matrices of a {} stack of {} rows (Shard(1), a shard "
-          "of shape {}), and each rank has some of the matrices alone; after "
-          "parallelize_module say so: qshard.quantize_(model, recipe, tp_mesh=tp_mesh)",
-          layout.format->name, layout.logical_rows, sizes));
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      layout.format->scale.is_in_grid() && layout.row_bytes() == layout.cols,
-      fmt::format(
-          "qshard: FSDP2 would cut each matrix of this {} stack (Shard(1), a shard of shape "
-          "{}), and then it takes one byte per element, and rows of this one have {} bytes "
-          "for {} elements, or scales in them. Return Shard(0) from shard_placement_fn, or "
-          "take float8_tensorwise, float8_rowwise or float8_blockwise, in rows of a "
-          "multiple of 16 elements",
-          layout.format->name, sizes, layout.row_bytes(), layout.cols));
+          "qshard: Shard(1) cuts each matrix of this {} stack (a shard of shape {}), and FSDP2 "
+          "gathers one byte per element then. That takes FP8 codes, no scales in rows, and "
+          "rows of a multiple of 16 elements on every rank: float8_tensorwise, "
+          "float8_delayed, float8_rowwise or float8_blockwise. Return Shard(0) from "
+          "shard_placement_fn, or take one of these formats",
+          layout.format->name, sizes));
 }
 
 at::Tensor make_shard_to_be(const at::Tensor& self, at::IntArrayRef sizes,

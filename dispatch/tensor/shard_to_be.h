@@ -3,16 +3,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "dispatch/parts/placement.h"
 #include "dispatch/parts/storage.h"
-#include "kernels/format/layout.h"
 
 namespace qshard {
 
 /// FSDP2 views what it gathers of a tensor that it cut by another dimension than the first as
 /// elements: it takes as many bytes as the shard has elements.
-/// @throws c10::NotImplementedError unless `layout` is of a whole stack, whose rows are codes
-/// alone, as many bytes. `sizes`: the shard's.
-void check_can_cut_matrices(const Layout& layout, at::IntArrayRef sizes);
+/// @throws c10::NotImplementedError, on all ranks, unless `placement` is of a whole stack, whose
+/// rows are codes alone, as many bytes. `sizes`: the shard's.
+void check_can_cut_matrices(const Placement& placement, at::IntArrayRef sizes);
 
 /// Memory for `sizes`, which must be sizes that a shard of the tensor `self` is a window of could
 /// have: an ordinary tensor, without the key. It is marked: become_shard() may put a shard in its

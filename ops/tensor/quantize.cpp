@@ -205,18 +205,24 @@ Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int6
 Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,
                  int64_t row_offset, int64_t rows_of_each, const char* op) {
   if (rows_of_each == 0) return layout_of(sizes, format, logical_rows, row_offset, op);
-  TORCH_CHECK_VALUE(logical_rows && sizes.size() == 3 && sizes[1] == rows_of_each && sizes[0] > 0 &&
+  TORCH_CHECK_VALUE(logical_rows,
+                    fmt::format("{}: rows_of_each={} needs logical_rows, those of all "
+                                "matrices together",
+                                op, rows_of_each));
+  TORCH_CHECK_VALUE(sizes.size() == 3 && sizes[1] == rows_of_each && sizes[0] > 0 &&
                         *logical_rows % sizes[0] == 0,
                     fmt::format("{}: a tensor of shape {} does not have {} rows of each matrix of "
                                 "{} rows",
-                                op, sizes, rows_of_each, logical_rows.value_or(0)));
+                                op, sizes, rows_of_each, *logical_rows));
   const int64_t matrix_rows = *logical_rows / sizes[0];
-  TORCH_CHECK_VALUE(lies_within(row_offset, rows_of_each, matrix_rows),
-                    fmt::format("{}: {} rows of each matrix from {} on do not lie within {}", op,
-                                rows_of_each, row_offset, matrix_rows));
+  TORCH_CHECK_VALUE(
+      lies_within(row_offset, rows_of_each, matrix_rows),
+      fmt::format("{}: rows [{}, {}) of each matrix do not lie within its {} rows, those of "
+                  "logical_rows={} in {} matrices",
+                  op, row_offset, row_offset + rows_of_each, matrix_rows, *logical_rows, sizes[0]));
   const Layout whole =
       layout_of({sizes[0], matrix_rows, sizes[2]}, format, logical_rows, /*row_offset=*/0, op);
-  check_can_cut_matrices(whole, sizes);
+  check_can_cut_matrices(Placement(whole), sizes);
   return holding_of_each(whole, row_offset, rows_of_each);
 }
 

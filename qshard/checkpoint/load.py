@@ -289,23 +289,22 @@ class _StackLoad:
         stack = self.stack
         held = range(self.first, self.first + self.count)
         codes = [self._codes(self.experts[expert]) for expert in held]
-        codes = torch.stack(codes) if codes else ops.codes(stack)
+        codes = torch.stack(codes) if codes else ops.codes(stack)  # of no expert
         planes, share = [], {}
         if self.is_share:
             share["logical_rows"] = self.of_all * self.rows_of_all
             share["row_offset"] = (self.first - self.begin) * self.rows_of_all + self.first_row
             share["rows_of_each"] = self.rows if self.cuts_matrices else 0
-        for i, own in enumerate((ops.scale_inv(stack), self._tensor_scale())):
+        info = info_of(self.format)
+        accessors = [(ops.scale_inv, info.scale.place == "grid")]
+        accessors += [(ops.tensor_scale_inv, True)] if info.outer_scale is not None else []
+        for i, (accessor, spans_rows) in enumerate(accessors):
             # Scales of rows are this rank's; those that span rows are of all the ranks' experts.
-            if own is None:
-                planes.append(None)
-                continue
-            spans_rows = own.dtype == torch.float32
             chosen = self.experts if spans_rows else held
             found = [self._scales(self.experts[expert])[i] for expert in chosen]
-            plane = (torch.cat if spans_rows and self.is_share else torch.stack)(found) if found else own
-            planes.append(plane.to(stack.device))
-        scale, tensor_scale = planes
+            put_together = torch.cat if spans_rows and self.is_share else torch.stack
+            planes.append((put_together(found) if found else accessor(stack)).to(stack.device))
+        scale, tensor_scale = *planes, *[None] * (2 - len(planes))
         read = ops.from_planes(
             codes.to(stack.device),
             scale,
@@ -316,10 +315,6 @@ class _StackLoad:
             **share,
         )
         copy_values(stack, read)
-
-    def _tensor_scale(self):
-        has_outer = info_of(self.format).outer_scale is not None
-        return ops.tensor_scale_inv(self.stack) if has_outer else None
 
     def _scales(self, loads):
         """Those of one expert's matrix."""

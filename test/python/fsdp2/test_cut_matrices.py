@@ -151,18 +151,18 @@ def test_other_formats_and_matrices_are_refused_before_anything_changes():
         model = Stacks()
         del model.up, model.one  # rows of down suit all formats
         quantize(model, format)
-        with pytest.raises(NotImplementedError, match=r"cut each matrix of this .* stack .*Return Shard\(0\)"):
+        with pytest.raises(NotImplementedError, match=r"cuts each matrix of this .* stack .*Return Shard\(0\)"):
             shard(model, mesh)
         later = Stacks()
         del later.up, later.one
         shard(later, mesh)
-        with pytest.raises(NotImplementedError, match=r"cut each matrix of this .* stack .*Return Shard\(0\)"):
+        with pytest.raises(NotImplementedError, match=r"cuts each matrix of this .* stack .*Return Shard\(0\)"):
             quantize(later, format)
         assert not qshard.is_quantized(later.down)
     narrow = nn.Module()
     narrow.odd = nn.Parameter(torch.randn(2, 32, 40))  # 40 codes lie in 48 bytes
     quantize(narrow, "float8_blockwise")
-    with pytest.raises(NotImplementedError, match="48 bytes for 40 elements"):
+    with pytest.raises(NotImplementedError, match="rows of a multiple of 16 elements"):
         shard(narrow, mesh)
     matrix = nn.Module()
     matrix.weight = nn.Parameter(torch.randn(32, 64))
@@ -346,6 +346,42 @@ def test_a_watch_sees_what_one_device_sees():
         held = 3 * 176 * 64 // 2  # codes that each rank has; scales are all on both
         assert weight.pop("bytes") == whole[name].pop("bytes") - held
         assert weight == pytest.approx(whole[name], rel=1e-3), name
+
+
+@on_ranks(4)
+def test_errors_are_those_of_all_ranks():
+    """What ranks know apart from each other decides nothing: parts of unequal width, one expert on two ranks, and a mesh
+    that was not named."""
+    mesh = full_mesh(2, 2, names=("dp", "tp"))
+    cases = (
+        ((2, 4, 33), 2, 1, True, "rows of a multiple of 16 elements"),
+        ((1, 32, 48), 0, 1, False, "say so: qshard.quantize_"),
+        ((2, 64, 48), 1, 0, False, "say so: qshard.quantize_"),
+        ((2, 64, 48), 1, 1, False, "say so: qshard.quantize_"),
+    )
+    for shape, dim, fsdp_dim, is_named, message in cases:
+        model = nn.Module()
+        part = distribute_tensor(torch.randn(shape, device=device()), mesh["tp"], [Shard(dim)])
+        model.weight = nn.Parameter(part)
+        quantize(model, "float8_blockwise", **({"tp_mesh": mesh["tp"]} if is_named else {}))
+        with pytest.raises(NotImplementedError, match=message):
+            shard(model, mesh["dp"], fsdp_dim)
+
+
+@on_ranks(2)
+def test_rows_of_another_generation_keep_their_codes():
+    """A copy of all rows of a shard takes codes and scales, as one out of a stack that was flushed once more does."""
+    mesh, rank = full_mesh(2), dist.get_rank()
+    for format, keep_master in itertools.product(FITTING, (True, False)):
+        model, whole = experts(format, mesh, keep_master=keep_master), experts(format, keep_master=keep_master)
+        with torch.no_grad():
+            whole.up.mul_(3)
+            qshard.flush(whole)
+            mine = whole.up.detach()[:, 88 * rank : 88 * rank + 88]
+            local(model.up).copy_(mine)
+        part = local(model.up).detach()
+        assert torch.equal(ops.codes(part).view(torch.uint8), ops.codes(mine).view(torch.uint8)), format
+        assert torch.equal(ops.dequantize(part), ops.dequantize(mine)), format
 
 
 # ------------------------------------------------------------------------------- parts of experts
