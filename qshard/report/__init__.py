@@ -208,9 +208,9 @@ def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
 def _cut_blocks(param) -> str:
     """Where tensor parallelism cuts inside of scale blocks, which begin where its ranks' parts do."""
     local = local_of(param)
-    if not holds_codes(local) or not isinstance(param, DTensor) or param.dim() != 2:
-        return ""  # stacks are cut into whole matrices
-    cuts = zip(("rows", "columns"), param.shape, _largest_part(param), block_of(ops.format(local)))
+    if not holds_codes(local) or not isinstance(param, DTensor) or param.dim() not in (2, 3):
+        return ""
+    cuts = zip(("rows", "columns"), param.shape[-2:], _largest_part(param)[-2:], block_of(ops.format(local)))
     return ", ".join(
         f"{what} in parts of {length}, blocks of {block}"
         for what, full, length, block in cuts
@@ -226,7 +226,8 @@ def _largest_part(param) -> list[int]:
     # torch says of a tensor that tensor parallelism cut it by rows before FSDP2.
     has_strided = any(map(is_strided, param.placements))
     for other, size, placement in zip(is_tensor, param.device_mesh.shape, param.placements):
-        is_fsdp = is_strided(placement) or not has_strided and placement.is_shard(0) and not other
+        cuts_rows = placement.is_shard(0) or param.dim() == 3
+        is_fsdp = is_strided(placement) or not has_strided and cuts_rows and not other
         if placement.is_shard() and not is_fsdp:
             shape[placement.dim] = -(-shape[placement.dim] // size)
     return shape

@@ -368,6 +368,20 @@ def test_errors_are_those_of_all_ranks():
             shard(model, mesh["dp"], fsdp_dim)
 
 
+@on_ranks(4)
+def test_the_report_names_blocks_that_tensor_parallelism_cuts():
+    mesh = full_mesh(2, 2, names=("dp", "tp"))
+    for tp_dim, fsdp_dim, said in ((1, 0, "rows in parts of 88, blocks of 128"), (2, 1, "columns in parts of 32, blocks of 128")):
+        model = nn.Module()
+        part = distribute_tensor(torch.randn(2, 176, 64, device=device()), mesh["tp"], [Shard(tp_dim)])
+        model.weight = nn.Parameter(part)
+        quantize(model, "float8_blockwise", tp_mesh=mesh["tp"])
+        shard(model, mesh["dp"], fsdp_dim)
+        (row,) = qshard.report(model)
+        assert row.cut_blocks == said
+    assert {row.cut_blocks for row in qshard.report(experts(mesh=mesh["dp"]))} == {""}
+
+
 @on_ranks(2)
 def test_rows_of_another_generation_keep_their_codes():
     """A copy of all rows of a shard takes codes and scales, as one out of a stack that was flushed once more does."""
