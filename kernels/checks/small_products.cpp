@@ -2,7 +2,6 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/ldexp.h>
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/stack.h>
@@ -13,14 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/device/current_stream.h"
-#include "kernels/format/value_dtype.h"
 #include "kernels/gemm/gemm_report.h"
 #include "kernels/grouped/grouped_codes.h"
 #include "kernels/grouped/grouped_paths.h"
+#include "kernels/linear/block_scaled_operand.h"
 #include "kernels/linear/emulated_gemms.h"
 #include "kernels/linear/operand_producer.h"
-#include "kernels/quantize/quantize.h"
 
 namespace qshard {
 namespace {
@@ -57,20 +54,7 @@ QuantizedMatrix weight_codes(const at::Tensor& values, const Format& format, int
                       .cols = values.size(1),
                       .logical_rows = rows,
                       .matrix_rows = rows / matrices};
-  const auto floats = values.options().dtype(at::kFloat);
-  const at::Tensor amax = at::empty({amax_numel(layout, {})}, floats);
-  const at::Tensor grid = at::empty({layout.grid_rows(), layout.grid_cols()}, floats);
-  const at::Tensor image =
-      at::empty({layout.rows, layout.row_bytes()}, values.options().dtype(at::kByte));
-  QuantizeTask task;
-  task.layout = layout;
-  task.value_dtype = value_dtype(values.scalar_type());
-  task.values = values.const_data_ptr();
-  task.image = image.mutable_data_ptr<uint8_t>();
-  task.amax = amax.mutable_data_ptr<float>();
-  task.grid = layout.format->has_grid() ? grid.mutable_data_ptr<float>() : nullptr;
-  quantize_at_once({&task, 1}, current_stream(values.device()));
-  return matrix_of({layout, image, grid}, rows);
+  return matrix_of(quantized_as(values, layout, /*rounding=*/nullptr), rows);
 }
 
 // The same operand with codes of no sign: products of such add up to what bounds an error.

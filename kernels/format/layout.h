@@ -197,6 +197,11 @@ inline Layout with_run(const Layout& layout, int64_t held) {
   return run;
 }
 
+/// A shard of `count` rows of one run alone, from row `held` on.
+inline Layout run_alone(const Layout& layout, int64_t held, int64_t count) {
+  return with_run(layout, held).placed(logical_row(layout, held)).holding(count);
+}
+
 /// The rows held are all of a logical tensor of its own, in matrices of `rows_of_one`.
 inline Layout own_tensor(const Layout& layout, int64_t rows_of_one) {
   Layout own = layout.placed(0).within_full_tensor(0, 0, 0);

@@ -16,7 +16,7 @@ struct BlockScaledCodes {
   at::Tensor codes = {};
   at::Tensor scales = {};         // uint8, as swizzled() or swizzled_by_group() give them
   at::Tensor tensor_scales = {};  // float32 (groups,) of NVFP4, else undefined
-  int64_t rows = 0;               // of a matrix, without those of zeros that pad it
+  int64_t rows = 0;               // a matrix has so many, and zeros that pad it
 };
 
 // Rows of groups begin in the scales at a multiple of these, whatever row their codes begin at; a

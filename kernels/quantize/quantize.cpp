@@ -102,7 +102,7 @@ void split_into_runs(const QuantizeTask& task, std::vector<QuantizeTask>& parts)
         is_one_range(layout)
             ? std::min(left, layout.matrix_rows - logical_row(layout, first) % layout.matrix_rows)
             : run_from(layout, first, left);
-    part.layout = with_run(layout, first).placed(logical_row(layout, first)).holding(count);
+    part.layout = run_alone(layout, first, count);
     if (task.values) part.values = static_cast<const uint8_t*>(task.values) + first * value_bytes;
     if (task.image) part.image = task.image + first * layout.row_bytes();
     parts.push_back(part);

@@ -45,8 +45,7 @@ Tensor without_bytes(const Tensor& weight) {
   const QuantizedBuffer& buffer = buffer_of(weight);
   const auto rows = *row_window(weight);
   const Layout& all = buffer.layout();
-  const Layout layout =
-      with_run(all, rows.first).holding(rows.count).placed(logical_row(all, rows.first));
+  const Layout layout = run_alone(all, rows.first, rows.count);
   auto planes = Planes::allocate(layout, buffer.dtype(), false, at::kMeta, Fill::kNothing);
   auto twin =
       c10::make_intrusive<QuantizedBuffer>(Placement(layout), buffer.dtype(), std::move(planes));

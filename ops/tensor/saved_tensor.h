@@ -25,7 +25,7 @@ enum LayoutField {
   kWritten,
   kImages,      // files from before formats of two row images end before it
   kIsAdopted,   // files from before tensors of their own, before this
-  kRowsOfEach,  // of shards that Shard(1) made alone
+  kRowsOfEach,  // files of shards that Shard(1) made alone have it
   kFields
 };
 

@@ -24,9 +24,10 @@ class Placement:
     """Rows [row_offset, ...) of a logical tensor of logical_rows, or rows_of_each rows of each of its matrices
     from row_offset on. Its element (0, 0) is first_element of a full tensor with full_cols columns and
     full_matrix_rows rows of a matrix (0: as many as in the logical tensor). parts: shapes of the logical
-    tensors there are, the same on all ranks. has_rows_elsewhere: of a logical tensor's ranks more than one has any. The groups are names: of
-    the ranks that hold the other rows ('' if none), those with other parts of the full tensor, those
-    with the same rows, and, of the parts, those with other columns of the same rows."""
+    tensors there are, the same on all ranks. has_rows_elsewhere: of a logical tensor's ranks more than one
+    has any. The groups are names: of the ranks that hold the other rows ('' if none), those with other parts
+    of the full tensor, those with the same rows, and, of the parts, those with other columns of the same
+    rows."""
 
     logical_rows: int
     row_offset: int
@@ -141,6 +142,12 @@ def roles(mesh, placements, ndim, tensor_groups, name, is_quantized=False):
     if any(is_strided(placements[i]) for i in tensor):
         raise refusal(name, placements, "tensor parallelism has to cut before FSDP does")
     return (rest[0] if rest else None), tensor, replicas
+
+
+def roles_of(weight, name):
+    """roles() of a quantized DTensor."""
+    groups = TensorState(weight._local_tensor).groups()
+    return roles(weight.device_mesh, weight.placements, weight.dim(), groups, name, is_quantized=True)
 
 
 def refusal(name, placements, why):

@@ -289,7 +289,7 @@ class _StackLoad:
         stack = self.stack
         held = range(self.first, self.first + self.count)
         codes = [self._codes(self.experts[expert]) for expert in held]
-        codes = torch.stack(codes) if codes else ops.codes(stack)  # of no expert
+        codes = torch.stack(codes) if codes else ops.codes(stack)  # a rank may hold no expert
         planes, share = [], {}
         if self.is_share:
             share["logical_rows"] = self.of_all * self.rows_of_all
@@ -304,7 +304,7 @@ class _StackLoad:
             found = [self._scales(self.experts[expert])[i] for expert in chosen]
             put_together = torch.cat if spans_rows and self.is_share else torch.stack
             planes.append((put_together(found) if found else accessor(stack)).to(stack.device))
-        scale, tensor_scale = *planes, *[None] * (2 - len(planes))
+        scale, tensor_scale = planes if len(planes) == 2 else (*planes, None)
         read = ops.from_planes(
             codes.to(stack.device),
             scale,

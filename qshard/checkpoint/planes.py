@@ -87,7 +87,7 @@ def _transposed(entry, scheme):
     codes = experts.transposed_codes(ops.codes(matrix), entry.format, matrix.shape[-1])
     scale = experts.transposed_scales(ops.scale_inv(matrix), entry.format, matrix.shape[-1])
     if matrix.dim() == 2 and scheme.block[0] is not None:
-        columns = entry.box[0][2]  # of the stack: rows of the transpose
+        columns = entry.box[0][2]  # the stack's columns are rows of the transpose
         first, count = part.box(entry.box[0])[0]
         (first, count), (start, _) = in_blocks([(part.first + first, count), columns], scheme.block[:1] * 2)
         scale = scale.narrow(0, first - start if count else 0, count)

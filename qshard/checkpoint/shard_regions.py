@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from qshard._runtime.classes import TensorState
-from qshard._runtime.placement import chunk, is_strided, roles
+from qshard._runtime.placement import chunk, is_strided, roles_of
 from qshard.checkpoint.layouts import block_of
 
 
@@ -126,7 +126,7 @@ def _own(entry, known):
     if like in known:
         return known[like]
     if entry.is_quantized:
-        rows_dim, first_dims, _ = roles(mesh, placements, tensor.dim(), groups, entry.key, True)
+        rows_dim, first_dims, _ = roles_of(tensor, entry.key)
         later = [] if rows_dim is None else [rows_dim]
     else:
         cuts = [i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1]

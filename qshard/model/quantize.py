@@ -17,7 +17,7 @@ from qshard._runtime.hooks import (
 )
 from qshard import module_state, nn, recipes
 from qshard._runtime.classes import TensorState
-from qshard._runtime.placement import group_names, place, roles, with_local
+from qshard._runtime.placement import group_names, place, roles_of, with_local
 from qshard.dynamic_weights import modules as dynamic_modules
 from qshard.dynamic_weights import weights as dynamic
 from qshard.experts import known
@@ -361,8 +361,7 @@ def _flush_parts(module, _):
     all there."""
     for _, weight in state_buffers.weights(module):
         if isinstance(weight, DTensor) and is_quantized(weight):
-            groups = TensorState(local_of(weight)).groups()
-            rows, tensor, _ = roles(weight.device_mesh, weight.placements, weight.dim(), groups, "a weight", True)
+            rows, tensor, _ = roles_of(weight, "a weight")
             if tensor and rows is None:
                 return flush(module)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from qshard import module_state
 from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
-from qshard._runtime.placement import chunk, group_names, place, roles, with_local
+from qshard._runtime.placement import chunk, group_names, place, roles_of, with_local
 from qshard.nn.base import Initialized
 
 ops = torch.ops.qshard
@@ -142,7 +142,7 @@ def _expert_dimension(weight):
     if logical_rows == shape[:-1].numel():
         return None  # all matrices, of which FSDP cut rows
     groups = TensorState(local).groups()
-    rows, cuts, _ = roles(mesh, weight.placements, len(shape), groups, "a stack", True)
+    rows, cuts, _ = roles_of(weight, "a stack")
     if place(mesh, weight.placements, shape, groups, is_quantized=True).logical_rows != logical_rows:
         cuts = [*cuts, rows]  # nothing but the number of matrices tells this dimension from FSDP's
     # Tensor parallelism may cut each matrix besides.

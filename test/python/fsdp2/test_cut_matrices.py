@@ -67,7 +67,7 @@ def shard(model, mesh, dim=1):
 
 def build(mesh, format, order, **options):
     model = Stacks()
-    torch.manual_seed(0)  # of the keys of stochastic rounding
+    torch.manual_seed(0)  # keys of stochastic rounding come from it
     for action in order:
         if action == "q":
             quantize(model, format, **options)
