@@ -235,18 +235,29 @@ def act():
         os._exit(0 if hasattr(q, "fsdp_pre_all_gather") else 1)
     assert os.waitpid(pid, 0)[1] == 0
 """,
+    # A tracer holds the other thread between two modules until this one is about to fork, which waits for it.
     "a fork in the middle": """
-import os, time
+import os
 def act():
     make = lambda: torch.ops.qshard.quantize(torch.randn(4, 32), "float8_blockwise")
-    other = threading.Thread(target=make)
+    is_in_the_middle, is_forking = threading.Event(), threading.Event()
+    def trace(frame, event, arg):
+        is_last_line = event == "return" and frame.f_code.co_name == "<module>"
+        if is_last_line and frame.f_globals["__name__"] == "qshard._runtime.hooks":
+            is_in_the_middle.set()
+            is_forking.wait()
+        return trace
+    def make_slowly():
+        sys.settrace(trace)
+        make()
+    other = threading.Thread(target=make_slowly)
     other.start()
-    while "qshard._runtime.hooks" not in sys.modules:
-        time.sleep(1e-4)
-    is_early = "qshard._runtime.fakes" not in sys.modules
+    is_in_the_middle.wait()
+    assert "qshard._runtime.fakes" not in sys.modules
+    os.register_at_fork(before=is_forking.set)  # the last that is registered runs first
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if is_early and hasattr(make(), "fsdp_pre_all_gather") else 1)
+        os._exit(0 if hasattr(make(), "fsdp_pre_all_gather") else 1)
     assert os.waitpid(pid, 0)[1] == 0
     other.join()
 """,
