@@ -22,7 +22,7 @@ BoundaryBlocks find_boundary_blocks(const Layout& all_images, int64_t ranks) {
   BoundaryBlocks boundary;
   if (layout.format->scale.is_in_grid() || ranks <= 1 || layout.cols == 0) return boundary;
   // Dimension 0 is chunked: rows of one matrix, or whole matrices. A single matrix of a 3-D tensor
-  // looks like a 2-D one and lists boundaries that no rank has, which does no harm.
+  // looks like a 2-D one: its list has block rows that no rank cuts, and no rank has entries of.
   std::vector<int64_t> rows;
   if (layout.matrices() == 1) {
     const int64_t chunk = ceil_div(layout.logical_rows, ranks);
@@ -37,19 +37,24 @@ BoundaryBlocks find_boundary_blocks(const Layout& all_images, int64_t ranks) {
   if (live == 0) return boundary;
   const int64_t begin = layout.row_offset;
   const int64_t end = begin + live;
-  const auto index_of = [&](int64_t block_row, bool is_cut) {
+  const bool cuts_first = splits_a_block(layout, begin);
+  const bool cuts_last = splits_a_block(layout, end);
+  const auto index_of = [&](int64_t block_row) {
     const auto found = std::lower_bound(rows.begin(), rows.end(), block_row);
-    if (found != rows.end() && *found == block_row) return int64_t{found - rows.begin()};
-    if (is_cut) {
+    if (found == rows.end() || *found != block_row) {
       throw std::invalid_argument(fmt::format(
           "rows [{}, {}) of {} are not a chunk of torch.chunk over {} ranks, and blocks of {} rows "
           "that it cuts cannot be agreed on",
           begin, end, layout.logical_rows, ranks, layout.format->scale.block_rows));
     }
-    return int64_t{-1};
+    return int64_t{found - rows.begin()};
   };
-  boundary.first = index_of(layout.block_row(begin), splits_a_block(layout, begin));
-  boundary.last = index_of(layout.block_row(end - 1), splits_a_block(layout, end));
+  // A listed block that lies whole in this shard has no entry of it: a step that quantizes its
+  // result reads no amax of other ranks.
+  const int64_t first = layout.block_row(begin);
+  const int64_t last = layout.block_row(end - 1);
+  if (cuts_first || (cuts_last && first == last)) boundary.first = index_of(first);
+  if (cuts_last || (cuts_first && first == last)) boundary.last = index_of(last);
   return boundary;
 }
 

@@ -239,6 +239,23 @@ TEST(BoundaryBlocks, AreTheBlockRowsThatSeveralRanksHold) {
   }
 }
 
+// FSDP2 gives the one matrix of a 3-D tensor to one rank, whatever torch.chunk does to its rows.
+TEST(BoundaryBlocks, ABlockThatLiesWholeInAShardHasNoEntry) {
+  for (const char* format : {"mxfp8", "nvfp4", "mxfp8_1x32"}) {
+    for (const int64_t rows : {1, 15, 32, 33, 100}) {
+      for (const int64_t ranks : {2, 3, 7}) {
+        SCOPED_TRACE(::testing::Message() << format << " " << rows << " rows, " << ranks);
+        const BoundaryBlocks boundary =
+            find_boundary_blocks({&find_format(format), rows, 40, rows, rows, 0}, ranks);
+        EXPECT_EQ(boundary.first, -1);
+        EXPECT_EQ(boundary.last, -1);
+        const Layout without_rows{&find_format(format), 0, 40, rows, rows, rows};
+        EXPECT_EQ(boundary.rows, find_boundary_blocks(without_rows, ranks).rows);
+      }
+    }
+  }
+}
+
 TEST(BoundaryBlocks, OfTwoImagesAreThoseOfTheColumnwiseOne) {
   const Format& format = find_format("mxfp8_1x32");
   for (const int64_t ranks : {1, 2, 3, 7, 40}) {
