@@ -23,6 +23,7 @@
 #include "kernels/rotary/rotary_cuda.h"
 #include "kernels/scaling/scaling_state_cuda.h"
 #include "kernels/statistics/statistics_cuda.h"
+#include "kernels/sums/sum_rows_cuda.h"
 #include "kernels/tensors/last_input_amax.h"
 #include "kernels/transpose/transpose_cuda.h"
 
@@ -112,6 +113,7 @@ void add_statistics(const CodedMatrix&, int64_t*, void*) { no_cuda("compute stat
 void transpose_values(const TransposeTask&, void*) { no_cuda("transpose"); }
 void transpose_image(const TransposeImageTask&, void*) { no_cuda("transpose"); }
 void rotate(const at::Tensor&, const Rotation&, const at::Tensor&) { no_cuda("rotate"); }
+void sum_rows(const at::Tensor&, const at::Tensor&, const at::Tensor&) { no_cuda("add up rows"); }
 
 void cross_entropy_losses(const CrossEntropyTask&, at::ScalarType) { no_cuda("compute a loss"); }
 void cross_entropy_gradient(const CrossEntropyTask&, const at::Tensor&) {

@@ -20,6 +20,7 @@
 #include "ops/wire/activations.h"
 #include "ops/wire/agree_on_ranges.h"
 #include "ops/wire/range_messages.h"
+#include "ops/wire/sum_rows.h"
 #include "ops/wire/tokens.h"
 
 namespace qshard {
@@ -204,6 +205,7 @@ TORCH_LIBRARY(qshard, m) {
       "ScalarType dtype) -> Tensor");
   m.def("_gather_tokens(Tensor self, int dim, str format, bool is_gradient, str group) -> Tensor");
   m.def("_sum_and_scatter_tokens(Tensor self, int dim, str group) -> Tensor");
+  m.def("_sum_rows(Tensor rows, Tensor places) -> Tensor");
 
   // Tracing, for qshard/_runtime/fakes.py.
   m.def("_plane_copy(Tensor self, str plane) -> Tensor?");
@@ -284,6 +286,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_decode_activations", &decode_activations_op>(m);
   implement<"_gather_tokens", &gather_tokens>(m);
   implement<"_sum_and_scatter_tokens", &sum_and_scatter_tokens>(m);
+  implement<"_sum_rows", &sum_rows_op>(m);
 
   implement<"_plane_copy", &plane_copy, Takes::kValuesOrMeta>(m);
 
@@ -307,6 +310,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   implement<"dequantize", &dequantize_meta, Takes::kMeta>(m);
   implement<"_gather_tokens", &gather_tokens_meta, Takes::kMeta>(m);
   implement<"_sum_and_scatter_tokens", &sum_and_scatter_tokens_meta, Takes::kMeta>(m);
+  implement<"_sum_rows", &sum_rows_meta, Takes::kMeta>(m);
   implement<"linear", &linear_meta, Takes::kMeta>(m);
   implement<"linear_forward", &linear_forward_meta, Takes::kMeta>(m);
   implement<"quantize_input", &quantize_input_meta, Takes::kMeta>(m);

@@ -80,6 +80,8 @@ def cases(formats: list[str], large: tuple[int, int] = LARGE) -> Iterator[Case]:
             yield from _gradient_message(format, count, count != 4500)
     for sizes in ((2, 17, 4, 96), (2, large[0] // 4, 16, 128)):
         yield from _rotary(sizes, sizes[1] > 17)
+    for shape in (*SHAPES, large):
+        yield _sums(shape, shape is large)
 
 
 # ---------------------------------------------------------------------------------------- weights
@@ -286,6 +288,24 @@ def _rotary(sizes, is_large: bool) -> Iterator[Case]:
 
     yield Case("rotary embedding", "", sizes, one, time_of_one if is_large else None)
     yield Case("rotary embedding of heads", "", sizes, parted, time_of_parted if is_large else None)
+
+
+def _sums(shape, is_large: bool) -> Case:
+    """Gradients of tokens, of which experts give some rows each."""
+
+    def inputs(device):
+        places = torch.randint(-1, shape[0], (shape[0], 4), generator=torch.Generator().manual_seed(0))
+        return values(*shape, dtype=torch.bfloat16).to(device), places.to(device)
+
+    def parts(device) -> Parts:
+        rows, places = inputs(device)
+        return {"sums": ops._sum_rows(rows, places), "of float32": ops._sum_rows(rows.float(), places)}
+
+    def timed(device) -> Timed:
+        rows, places = inputs(device)
+        return Timed(lambda: ops._sum_rows(rows, places), 5 * rows.nbytes + places.nbytes)
+
+    return Case("sums of rows", "", shape, parts, timed if is_large else None)
 
 
 # --------------------------------------------------------------------------------------- messages

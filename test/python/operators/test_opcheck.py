@@ -253,6 +253,9 @@ SAMPLES = {
         (plain(2, 5, 3, 16, grad=True), plain(2, 5, 2, 16, grad=True), plain(2, 5, 1, 16), plain(7, 16),
          plain(7, 16), [3, 2, 1])
     ] if fmt == "float8_blockwise" else [],
+    "_sum_rows": lambda fmt: [
+        (plain(7, 12, dtype=dtype), torch.tensor([[0, -1, 6], [6, 6, 7]])) for dtype in (torch.float32, torch.bfloat16)
+    ] if fmt == "float8_blockwise" else [],
     # Formats of messages are their own: of each, once.
     "quantize_gradients": lambda fmt: [
         (plain(10, 10, dtype=dtype), of, 2, 50)

@@ -73,6 +73,7 @@ def test_a_wrong_operator_of_the_cpu_is_found(operator, whats, monkeypatch):
         ("quantize_gradients", {"message of weights' gradients"}),
         ("rotary_embedding", {"rotary embedding"}),
         ("join_rotary_embedding", {"rotary embedding of heads"}),
+        ("_sum_rows", {"sums of rows"}),
         ("cross_entropy_and_gradient", {"cross entropy"}),
     ],
 )

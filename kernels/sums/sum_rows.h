@@ -1,0 +1,14 @@
+// Sums of rows that are named by their places.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace qshard {
+
+/// out[i] = the sum of rows[places[i][j]] over j, in float32 in the order of j, rounded once. A
+/// place outside of the rows adds nothing. The same bits on every device, but those of NaN.
+/// rows: (R, N) float32, bfloat16 or float16; places: (T, k) int64; out: (T, N) of the dtype of
+/// rows. All are contiguous and on one device.
+void sum_rows(const at::Tensor& rows, const at::Tensor& places, const at::Tensor& out);
+
+}  // namespace qshard
