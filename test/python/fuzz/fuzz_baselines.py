@@ -109,6 +109,8 @@ def planes(draw):
         "format": format,
         "columns": draw.columns,
         "row_offset": 0,
+        "logical_rows": None,
+        "rows_of_each": 0,
         "keep_master": False,
     }
 
