@@ -1,4 +1,4 @@
-"""Rows on their way to the ranks that hold experts, and back.
+"""Rows on their way to the ranks that hold experts, and back; whole tokens: tokens_by_rank.py.
 
 What an expert multiplies is quantized before it is sent, as it would be after it: rows in the forward of
 `to_experts`, gradients in the backward of `from_experts`. A row's scales lie in it, so its codes are the same wherever
@@ -23,6 +23,7 @@ from qshard.formats import info_of
 from qshard.nn.parts.grouped import inverse_of
 
 ops = torch.ops.qshard
+PLACE = torch.int32  # of a row among those that a rank sends to another
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Exchange:
     order: Tensor | None = None
     places: Tensor | None = None
     counts: Tensor | None = None  # (experts of this rank,): the rows of each
+    from_ranks: Tensor | None = None  # (ranks,): received, on the device
 
     def forth(self, rows: Tensor) -> Tensor:
         """The rows of this rank's experts, of all ranks' (rows, ...)."""
@@ -62,6 +64,11 @@ def _group_of(name):
     return distributed_c10d._resolve_process_group(name)
 
 
+def ranks_of(group: str) -> int:
+    """The number of ranks of a group by its name."""
+    return _group_of(group).size()
+
+
 def group_name(group: dist.ProcessGroup | dist.DeviceMesh | None) -> str:
     """The name of a process group, of the group of a mesh of one dimension, or of that of all ranks."""
     if isinstance(group, dist.DeviceMesh):
@@ -84,32 +91,48 @@ def check_experts(name: str, experts: int, group: str) -> None:
         )
 
 
-def agree(name: str, experts: int, group: str, device: torch.device, prepare: Callable) -> tuple[Exchange, object]:
+@dataclass(frozen=True)
+class Numbers:
+    """What a rank counts before it sends rows."""
+
+    rows: Tensor  # int64 (experts + 1,): those for each expert of all ranks, and at last for none
+    facts: tuple  # have to be the same on all ranks
+    tokens: Tensor | None = None  # int64 (ranks,): those for each rank, where several experts take one
+
+
+def agree(
+    name: str, experts: int, group: str, device: torch.device, prepare: Callable
+) -> tuple[Exchange, Exchange, object]:
     """The one exchange of numbers before rows are sent: how many each expert gets of each rank. The host waits for it.
 
-    prepare(): (int64 (experts + 1,), this rank's rows for each expert of all ranks and at last for none; facts that
-    have to be the same on all ranks; anything, which is returned). Raises on all ranks, of `name`: what prepare()
-    raised on one, and ValueError if a rank has rows for no expert or other facts."""
+    prepare(): (Numbers, anything). Returns the exchange of rows, that of the tokens of Numbers, which stay as they
+    arrive, and anything. Raises on all ranks, of `name`: what prepare() raised on one, and ValueError if a rank has
+    rows for no expert or other facts."""
     ranks, rank = _group_of(group).size(), dist.get_rank(_group_of(group))
-    error, facts, prepared = None, (), None
+    error, prepared = None, None
     try:
-        numbers, facts, prepared = prepare()
+        numbers, prepared = prepare()
     except Exception as raised:  # any error is told, since other ranks wait
-        error, numbers = raised, torch.zeros(experts + 1, dtype=torch.int64, device=device)
+        error, numbers = raised, Numbers(torch.zeros(experts + 1, dtype=torch.int64, device=device), ())
     local = experts // ranks
-    sent = numbers.new_empty(ranks, local + 2)
-    sent[:, :local] = numbers[:experts].view(ranks, local)
-    sent[:, local] = numbers[experts]
-    sent[:, local + 1] = -1 if error is not None else _digest(facts)
+    sent = numbers.rows.new_zeros(ranks, local + 3)
+    sent[:, :local] = numbers.rows[:experts].view(ranks, local)
+    sent[:, local] = numbers.rows[experts]
+    sent[:, local + 1] = -1 if error is not None else _digest(numbers.facts)
+    if numbers.tokens is not None:
+        sent[:, local + 2] = numbers.tokens
     received = _all_to_all(sent, None, None, group)
-    counts, told = received.split((local, 2), 1)
-    rows = torch.stack([sent[:, :local].sum(1), counts.sum(1)])
+    counts, told = received.split((local, 3), 1)
+    from_ranks, tokens = counts.sum(1), told[:, 2].contiguous()
+    known = torch.stack([sent[:, :local].sum(1), from_ranks, sent[:, local + 2], tokens, *told[:, :2].T])
     # A copy, because torchtitan's selective checkpointing saves copies to the host: no second one is waited for.
-    *rows, lost, digests = torch.cat([rows, told.T]).to("cpu").tolist()
+    *rows, lost, digests = known.to("cpu").tolist()
     if error is not None:
         raise error
-    _check(name, experts, rank, lost, digests, facts)
-    return Exchange(group, *rows, *_by_expert(counts, sum(rows[1])), counts.sum(0)), prepared
+    _check(name, experts, rank, lost, digests, numbers.facts)
+    order, places = _by_expert(counts, sum(rows[1]))
+    found = Exchange(group, rows[0], rows[1], order, places, counts.sum(0), from_ranks)
+    return found, Exchange(group, rows[2], rows[3], from_ranks=tokens), prepared
 
 
 def _digest(facts):
@@ -166,31 +189,25 @@ def _warn_of_values(name, format):
     )
 
 
-def _sent_forth(rows, exchange, format, index=None):
-    """Rows (R, K) of this rank's experts, of all ranks' (rows, K). index: which row is sent in each place."""
-    rows = _values(rows)
-    message = rows if format is None else ops.row_image(ops.quantize(rows, format))
-    received = exchange.forth(message if index is None else message[index])
+def sent_by(send: Callable[[Tensor], Tensor], rows: Tensor, format: str | None) -> Tensor:
+    """What arrives of rows (R, K), quantized if `format` says so. send: takes what travels, in as many rows."""
+    rows = values_of(rows)
     if format is None:
-        return received
+        return send(rows)
+    received = send(ops.row_image(ops.quantize(rows, format)))
     return ops.from_row_image(received, format, columns=rows.shape[1], dtype=rows.dtype)
 
 
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, exchange, format, index, places):
+    def forward(ctx, x, exchange, format):
         ctx.exchange = exchange
-        ctx.save_for_backward(places)
-        return _sent_forth(x, exchange, format, index=index)
+        return sent_by(exchange.forth, x, format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (places,) = ctx.saved_tensors
-        grad = ctx.exchange.back(_values(grad))
-        if places is not None:
-            grad = grad[places].sum(1)
-        return grad, None, None, None, None
+        return ctx.exchange.back(values_of(grad)), None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -198,26 +215,25 @@ class _FromExperts(torch.autograd.Function):
     def forward(ctx, y, exchange, format):
         # What a leaf has as its .grad is to be plain: it may be added to.
         ctx.exchange, ctx.format, ctx.is_leaf = exchange, format, y.is_leaf
-        return exchange.back(_values(y))
+        return exchange.back(values_of(y))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad = _sent_forth(grad, ctx.exchange, ctx.format)
-        return _values(grad) if ctx.is_leaf else grad, None, None
+        grad = sent_by(ctx.exchange.forth, grad, ctx.format)
+        return values_of(grad) if ctx.is_leaf else grad, None, None
 
 
-def _values(x):
+def values_of(x: Tensor) -> Tensor:
+    """Quantized rows as values; any other tensor itself."""
     return ops.dequantize(x, dtype=x.dtype) if holds_codes(x) else x
 
 
-def to_experts(
-    x: Tensor, exchange: Exchange, format: str | None, index: Tensor | None = None, places: Tensor | None = None
-) -> Tensor:
+def to_experts(x: Tensor, exchange: Exchange, format: str | None) -> Tensor:
     """Rows (R, K) of this rank's experts, expert by expert, in the dtype of x; quantized, where `format` has rows.
 
-    x: (T, K), sent as they are, or as x[index], of which (T, times) `places` are those of each row."""
-    return _ToExperts.apply(x, exchange, format, index, places)
+    x: (rows, K), in the order in which they are sent."""
+    return _ToExperts.apply(x, exchange, format)
 
 
 def from_experts(y: Tensor, exchange: Exchange, format: str | None) -> Tensor:
@@ -226,10 +242,12 @@ def from_experts(y: Tensor, exchange: Exchange, format: str | None) -> Tensor:
     return _FromExperts.apply(y, exchange, format)
 
 
-def bytes_sent(exchange: Exchange, rows: Tensor) -> int:
-    """What a forward and backward of `rows`, as to_experts gave them by this exchange, send to other ranks, for
-    `qshard.report`."""
+def bytes_sent(exchange: Exchange, rows: Tensor, tokens: Exchange | None = None) -> int:
+    """What a forward and backward of `rows`, as the experts of this rank got them, send to other ranks, for
+    `qshard.report`. tokens: their own exchange, if they were sent to ranks; their places are told first."""
     forth, back = exchange.leaving()
     values = rows.shape[1] * rows.element_size()
     row = ops.row_image(rows).shape[1] if holds_codes(rows) else values
-    return 2 * (forth * row + back * values)
+    tokens_forth, tokens_back = tokens.leaving() if tokens is not None else (forth, back)
+    places = forth * PLACE.itemsize if tokens is not None else 0
+    return (tokens_forth + forth) * row + (back + tokens_back) * values + places

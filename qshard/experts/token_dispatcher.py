@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qshard import module_state
-from qshard.experts import exchange
-from qshard.experts.exchange import Exchange
+from qshard.experts import exchange, tokens_by_rank
+from qshard.experts.exchange import Exchange, Numbers
+from qshard.experts.tokens_by_rank import Destinations
 from qshard.modules.outside_graphs import outside_graphs
 from qshard.nn.parts.grouped import PickRows, inverse_of
 
@@ -35,9 +36,10 @@ class TokenDispatcher(nn.Module):
     >>> rows, counts, routes = dispatcher.dispatch(x, ids, experts.message_format)
     >>> y = dispatcher.combine(experts(rows, counts), routes, scores)
 
-    A token is quantized once, and its codes are sent to each of its experts. `rows` is a quantized tensor, which
-    `grouped_linear`, `swiglu_experts` and linears multiply, and of which other operators read the values. Gradients
-    that the experts get are quantized and sent in the same way. Results, and gradients of tokens, are sent as values.
+    A token is quantized once, and its codes are sent once to each rank that has experts of it. `rows` is a quantized
+    tensor, which `grouped_linear`, `swiglu_experts` and linears multiply, and of which other operators read the values.
+    Gradients that the experts get are quantized, too, one for each expert of a token. Results, and gradients of tokens,
+    are sent as values; those gradients are added up on each rank before, in float32, and rounded.
 
     num_experts: of all ranks. Each rank of `group` has as many, in the order of its ranks.
     group: a process group, or a DeviceMesh of one dimension; all ranks without. The ranks of it call both methods,
@@ -69,15 +71,14 @@ class TokenDispatcher(nn.Module):
             _check_tokens(x, ids)
             counts, order = _sorted(ids, self.num_experts)
             rows_format = exchange.row_format(format, _NAME)
-            return counts, (x.shape[1], x.dtype, rows_format), (order, rows_format)
+            to = Destinations(ids, self.num_experts, exchange.ranks_of(self.group))
+            return Numbers(counts, (x.shape[1], x.dtype, rows_format), to.counts), (order, to, rows_format)
 
-        found, (order, rows_format) = exchange.agree(_NAME, self.num_experts, self.group, x.device, prepare)
-        slots = ids.shape[1]
-        places = inverse_of(order)
-        index = order if slots == 1 else order // slots
-        rows = exchange.to_experts(x, found, rows_format, index, places.view(-1, slots))
-        module_state.of(self).tokens_sent = exchange.bytes_sent(found, rows)
-        return rows, found.counts, Routes(found, rows_format, order, places, slots)
+        found, tokens, prepared = exchange.agree(_NAME, self.num_experts, self.group, x.device, prepare)
+        order, to, rows_format = prepared
+        rows = tokens_by_rank.to_experts(x, tokens_by_rank.route(tokens, found, to, order), rows_format)
+        module_state.of(self).tokens_sent = exchange.bytes_sent(found, rows, tokens)
+        return rows, found.counts, Routes(found, rows_format, order, inverse_of(order), ids.shape[1])
 
     @outside_graphs
     def combine(self, rows: Tensor, routes: Routes, scores: Tensor | None = None) -> Tensor:

@@ -32,9 +32,9 @@ def _dispatch(module: nn.Module, rows: torch.Tensor, counts: torch.Tensor, mesh)
     def prepare():
         format = exchange.row_format(stacks.message_format(module, "w1"), _NAME)
         numbers = torch.cat([counts, len(rows) - counts.sum(0, keepdim=True)])
-        return numbers.long(), (rows.shape[1], rows.dtype, format), format
+        return exchange.Numbers(numbers.long(), (rows.shape[1], rows.dtype, format)), format
 
-    found, format = exchange.agree(_NAME, experts, group, rows.device, prepare)
+    found, _, format = exchange.agree(_NAME, experts, group, rows.device, prepare)
     state.exchange = found, format
     rows = exchange.to_experts(rows, found, format)
     state.tokens_sent = exchange.bytes_sent(found, rows)

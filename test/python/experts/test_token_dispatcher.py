@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_calls import ExchangedRows
-from dist_helpers import device, full_mesh, on_ranks
+from dist_helpers import device, full_mesh, gather_objects, on_ranks
 from helpers import ops
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -60,11 +60,36 @@ class Arrived(torch.autograd.Function):
         return ops.quantize(grad, ctx.format) if ctx.format else grad, None, None
 
 
+class InSlots(torch.autograd.Function):
+    """A row of x for each slot of ids, whose gradients are added up over the experts of each rank, and then over
+    ranks: in float32 in the order of experts, each sum rounded."""
+
+    @staticmethod
+    def forward(ctx, x, ids, ranks):
+        ctx.save_for_backward(ids)
+        ctx.ranks = ranks
+        return x.unsqueeze(1).expand(-1, ids.shape[1], -1).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        grad, (ids, order) = grad.unflatten(0, ids.shape), ids.sort(dim=1, stable=True)
+        total = torch.zeros(grad.shape[::2], device=grad.device)
+        for rank in range(ctx.ranks):
+            part = torch.zeros_like(total)
+            for slot in range(ids.shape[1]):
+                is_here = (ids[:, slot] // (EXPERTS // ctx.ranks) == rank)[:, None]
+                part += torch.where(is_here, grad[torch.arange(len(grad)), order[:, slot]].float(), 0)
+            total += part.to(grad.dtype).float()
+        return total.to(grad.dtype), None, None
+
+
 def in_one_process(format, modules, x, ids, scores):
     """What one process makes of all ranks' tokens, with the experts in as many modules."""
     ranks, travels = len(modules), exchange.row_format(format)
+    rows = InSlots.apply(x, ids, ranks)
     ids, order = ids.flatten().sort(stable=True)
-    rows = x.unsqueeze(1).expand(-1, SLOTS, -1).flatten(0, 1)[order]
+    rows = rows[order]
     counts = torch.stack([(ids == e).sum() for e in range(EXPERTS)]).view(ranks, -1)
     y = []
     for module, given, count in zip(modules, rows.split(counts.sum(1).tolist()), counts):
@@ -171,12 +196,18 @@ def test_codes_take_half_of_the_bytes(format):
         y.register_hook(lambda grad: of_results.append(ops.format(grad)))
         dispatcher.combine(y, routes).sum().backward()
     assert [ops.format(rows)] == of_results == [exchange.row_format(format)]
-    assert sent.dtypes() == [torch.int64, torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16]
-    shape, of_gradients = sent.in_codes()
-    assert shape == of_gradients and shape[0] == SLOTS * len(x) and shape[1] <= 0.53 * columns * 2
+    values = torch.bfloat16
+    assert sent.dtypes() == [torch.int64, exchange.PLACE, torch.uint8, values, torch.uint8, values]
+    (tokens_sent, row), of_gradients = sent.in_codes()
+    assert of_gradients == (SLOTS * len(x), row) and row <= 0.53 * columns * 2
+    is_other = ids // (EXPERTS // 2) != rank
     forth, back = routes.exchange.leaving()
-    assert 0 < forth == int((ids // (EXPERTS // 2) != rank).sum())
-    expected = 2 * (forth * shape[1] + back * columns * 2)
+    assert 0 < forth == int(is_other.sum())
+    # A token travels once to a rank, and the sum of its gradients once back.
+    tokens = int(is_other.any(1).sum())
+    assert tokens_sent == tokens + int((~is_other).any(1).sum()) < SLOTS * len(x)
+    of_other = gather_objects(tokens)[1 - rank]
+    expected = (tokens + forth) * row + (back + of_other) * columns * 2 + forth * exchange.PLACE.itemsize
     assert qshard.report(dispatcher).sent().tokens == expected
     assert f"tokens {expected:,} B" in str(qshard.report(nn.Sequential(dispatcher)))
 

@@ -31,10 +31,13 @@ def test_training_with_expert_parallelism(tmp_path):
         assert train(resumed, 2, 4)["losses"] == pytest.approx(losses, rel=1e-3), ep
     for name, arguments in (("bf16", ["bf16", 4]), ("values", ["float8_blockwise", 4, "--tokens", "values"])):
         sent[name] = of_all_ranks(train(trainer(*arguments), 0, 2)["dispatched_bytes"])
-    # Two layers of 4 x 32 tokens in two slots: four exchanges of 128 bf16, and two of them in rows of 144 bytes.
-    rows, counts = 2 * 4 * 32 * 2, 2 * 4 * 4 * 4 * 8  # before them each rank gives each other one four numbers
-    assert sent["bf16"] == sent["values"] == rows * 4 * 256 + counts
-    assert sent["codes"] == rows * 2 * (256 + 144) + counts
+    # Two layers of 4 x 32 tokens in two slots. A result and its gradient travel for each slot, and so does a place; a
+    # token and its gradient for each of its ranks. They are 128 bf16, or 144 bytes in codes.
+    tokens = 2 * 4 * 32
+    told = 2 * 4 * 4 * 5 * 8  # before them each rank gives each other one five numbers
+    for name, both in (("bf16", 256 + 256), ("values", 256 + 256), ("codes", 256 + 144)):
+        of_tokens = sent[name] - 2 * tokens * (both + 4) - told
+        assert of_tokens % both == 0 and tokens < of_tokens // both < 2 * tokens, name
 
 
 def of_all_ranks(number):
