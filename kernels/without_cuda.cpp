@@ -113,7 +113,9 @@ void add_statistics(const CodedMatrix&, int64_t*, void*) { no_cuda("compute stat
 void transpose_values(const TransposeTask&, void*) { no_cuda("transpose"); }
 void transpose_image(const TransposeImageTask&, void*) { no_cuda("transpose"); }
 void rotate(const at::Tensor&, const Rotation&, const at::Tensor&) { no_cuda("rotate"); }
-void sum_rows(const at::Tensor&, const at::Tensor&, const at::Tensor&) { no_cuda("add up rows"); }
+void sum_rows(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+  no_cuda("add up rows");
+}
 
 void cross_entropy_losses(const CrossEntropyTask&, at::ScalarType) { no_cuda("compute a loss"); }
 void cross_entropy_gradient(const CrossEntropyTask&, const at::Tensor&) {

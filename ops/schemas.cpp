@@ -205,7 +205,7 @@ TORCH_LIBRARY(qshard, m) {
       "ScalarType dtype) -> Tensor");
   m.def("_gather_tokens(Tensor self, int dim, str format, bool is_gradient, str group) -> Tensor");
   m.def("_sum_and_scatter_tokens(Tensor self, int dim, str group) -> Tensor");
-  m.def("_sum_rows(Tensor rows, Tensor places) -> Tensor");
+  m.def("_sum_rows(Tensor rows, Tensor places, Tensor ends) -> Tensor");
 
   // Tracing, for qshard/_runtime/fakes.py.
   m.def("_plane_copy(Tensor self, str plane) -> Tensor?");

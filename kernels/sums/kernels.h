@@ -11,11 +11,12 @@ namespace qshard::cuda {
 
 struct SumRowsTask {
   const void* rows = nullptr;       // (row_count, cols) contiguous
-  const int64_t* places = nullptr;  // (sums, per_sum) contiguous
+  const int64_t* places = nullptr;  // (place_count,)
+  const int64_t* ends = nullptr;    // (sums,)
   void* out = nullptr;              // (sums, cols) contiguous
   int64_t row_count = 0;
+  int64_t place_count = 0;
   int64_t sums = 0;
-  int per_sum = 0;
   int64_t cols = 0;
   bool vectorized = false;  // rows of both tensors are 16-byte aligned
 };

@@ -44,15 +44,16 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
   const auto* rows = static_cast<const Whole*>(task.rows);
   auto* out = static_cast<Whole*>(task.out);
   const int64_t parts = task.cols / Part::kSize;
-  const int64_t* places = task.places + i * task.per_sum;
+  const int64_t begin = i == 0 ? 0 : max(int64_t{0}, __ldg(task.ends + i - 1));
+  const int64_t end = min(__ldg(task.ends + i), task.place_count);
   for (int64_t at = threadIdx.x; at < parts; at += blockDim.x) {
     float sum[Part::kSize] = {};
-    for (int first = 0; first < task.per_sum; first += kInFlight) {
+    for (int64_t first = begin; first < end; first += kInFlight) {
       Whole x[kInFlight];
       bool is_row[kInFlight];
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
-        const int64_t row = first + j < task.per_sum ? __ldg(places + first + j) : -1;
+        const int64_t row = first + j < end ? __ldg(task.places + first + j) : -1;
         is_row[j] = row >= 0 && row < task.row_count;
         if (is_row[j]) x[j] = __ldg(rows + row * parts + at);
       }

@@ -12,13 +12,12 @@
 
 namespace qshard::cuda {
 
-void sum_rows(const at::Tensor& rows, const at::Tensor& places, const at::Tensor& out) {
-  constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK(
-      out.size(0) <= kMaxInt && out.size(1) <= kMaxInt && places.size(1) <= kMaxInt,
-      fmt::format("qshard::_sum_rows: {} sums of {} rows each, with {} columns, are too many for "
-                  "the CUDA kernel; call it on parts",
-                  out.size(0), places.size(1), out.size(1)));
+void sum_rows(const at::Tensor& rows, const at::Tensor& places, const at::Tensor& ends,
+              const at::Tensor& out) {
+  TORCH_CHECK(out.size(0) <= std::numeric_limits<int32_t>::max(),
+              fmt::format("qshard::_sum_rows: {} sums are too many for the CUDA kernel; call it on "
+                          "parts",
+                          out.size(0)));
   const auto is_aligned = [](const at::Tensor& x) {
     return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 &&
            x.size(1) * x.element_size() % 16 == 0;
@@ -26,10 +25,11 @@ void sum_rows(const at::Tensor& rows, const at::Tensor& places, const at::Tensor
   SumRowsTask task;
   task.rows = rows.const_data_ptr();
   task.places = places.const_data_ptr<int64_t>();
+  task.ends = ends.const_data_ptr<int64_t>();
   task.out = out.mutable_data_ptr();
   task.row_count = rows.size(0);
+  task.place_count = places.size(0);
   task.sums = out.size(0);
-  task.per_sum = static_cast<int>(places.size(1));
   task.cols = out.size(1);
   task.vectorized = is_aligned(rows) && is_aligned(out);
   check_launch(

@@ -6,6 +6,7 @@
 namespace qshard::cuda {
 
 /// As qshard::sum_rows.
-void sum_rows(const at::Tensor& rows, const at::Tensor& places, const at::Tensor& out);
+void sum_rows(const at::Tensor& rows, const at::Tensor& places, const at::Tensor& ends,
+              const at::Tensor& out);
 
 }  // namespace qshard::cuda

@@ -105,8 +105,8 @@ def agree(
 ) -> tuple[Exchange, Exchange, object]:
     """The one exchange of numbers before rows are sent: how many each expert gets of each rank. The host waits for it.
 
-    prepare(): (Numbers, anything). Returns the exchange of rows, that of the tokens of Numbers, which stay as they
-    arrive, and anything. Raises on all ranks, of `name`: what prepare() raised on one, and ValueError if a rank has
+    prepare(): (Numbers, anything). Returns the exchange of rows; that of Numbers.tokens, whose rows stay in the order in
+    which they arrive; and anything. Raises on all ranks, of `name`: what prepare() raised on one, and ValueError if a rank has
     rows for no expert or other facts."""
     ranks, rank = _group_of(group).size(), dist.get_rank(_group_of(group))
     error, prepared = None, None
@@ -224,6 +224,11 @@ class _FromExperts(torch.autograd.Function):
         return values_of(grad) if ctx.is_leaf else grad, None, None
 
 
+def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """In which sums of gradients travel. A part of a sum may be out of float16's range where the sum is not."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def values_of(x: Tensor) -> Tensor:
     """Quantized rows as values; any other tensor itself."""
     return ops.dequantize(x, dtype=x.dtype) if holds_codes(x) else x
@@ -244,10 +249,12 @@ def from_experts(y: Tensor, exchange: Exchange, format: str | None) -> Tensor:
 
 def bytes_sent(exchange: Exchange, rows: Tensor, tokens: Exchange | None = None) -> int:
     """What a forward and backward of `rows`, as the experts of this rank got them, send to other ranks, for
-    `qshard.report`. tokens: their own exchange, if they were sent to ranks; their places are told first."""
+    `qshard.report`. tokens: the exchange of tokens, if these were sent once to each rank, with a place for each row."""
     forth, back = exchange.leaving()
     values = rows.shape[1] * rows.element_size()
     row = ops.row_image(rows).shape[1] if holds_codes(rows) else values
-    tokens_forth, tokens_back = tokens.leaving() if tokens is not None else (forth, back)
-    places = forth * PLACE.itemsize if tokens is not None else 0
-    return (tokens_forth + forth) * row + (back + tokens_back) * values + places
+    if tokens is None:
+        return 2 * (forth * row + back * values)
+    tokens_forth, tokens_back = tokens.leaving()
+    sums = rows.shape[1] * dtype_of_sums(rows.dtype).itemsize
+    return (tokens_forth + forth) * row + back * values + tokens_back * sums + forth * PLACE.itemsize

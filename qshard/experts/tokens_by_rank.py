@@ -1,8 +1,8 @@
 """Tokens on their way to experts: each is sent once to a rank, whichever of that rank's experts take it.
 
-With 4 experts of a token on 2 ranks that is about half of the rows. A second message tells, of each row that an expert
-gets, which of the tokens that arrived it is. Gradients of a token are added up where its experts are, once for each
-rank, and then where the token is.
+With 4 experts of a token on 2 ranks that is about half of the rows. A second message tells the experts' rank which of
+the arrived tokens each of its rows is. In backward that rank adds up a token's gradients before it sends them, and the
+token's rank adds up those sums.
 """
 
 from dataclasses import dataclass
@@ -11,88 +11,90 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qshard.experts.exchange import PLACE, Exchange, sent_by, values_of
+from qshard.experts.exchange import PLACE, Exchange, dtype_of_sums, sent_by, values_of
 
 ops = torch.ops.qshard
 
 
 class Destinations:
-    """The ranks that tokens go to: rank i of `ranks` has experts [i * n, (i + 1) * n) of all.
+    """The ranks that tokens go to. Rank i of `ranks` has experts [i * n, (i + 1) * n) of all.
 
-    ids: (T, k), experts of tokens; what is outside of them may be anything's, for it is refused later."""
+    ids: (T, k), the experts of tokens. Ids of no expert count as some rank's here; `exchange.agree` refuses them."""
 
     def __init__(self, ids: Tensor, experts: int, ranks: int):
-        self.slots = ids.shape[1]
-        self.ranks = (ids.long() // (experts // ranks)).clamp(0, ranks - 1)
-        goes = torch.zeros(len(ids), ranks, dtype=torch.bool, device=ids.device).scatter_(1, self.ranks, True)
-        self.counts = goes.sum(0)  # (ranks,): tokens for each rank
-        # Rows are sent rank by rank, and to one rank in the order of tokens.
-        self._ends = goes.T.reshape(-1).cumsum(0)
-        self._rows = torch.where(goes, self._ends.view(ranks, -1).T - 1, len(ids) * ranks)  # (T, ranks); or no row
+        self._ranks = (ids.long() // (experts // ranks)).clamp(0, ranks - 1)
+        self._goes = torch.zeros(len(ids), ranks, dtype=torch.bool, device=ids.device).scatter_(1, self._ranks, True)
+        self.counts = self._goes.sum(0)  # (ranks,): tokens for each rank
+        # A rank sends rows rank by rank, and to one rank in the order of tokens: the row of token t for rank r is the
+        # last of ends[r * T + t] rows.
+        self._ends = self._goes.T.reshape(-1).cumsum(0)
 
     def tokens(self, rows: int) -> Tensor:
-        """(rows,): the token of each row that is sent, of which the host knows the number."""
+        """(rows,): the token of each row that this rank sends. The host knows how many these are."""
         numbers = torch.arange(1, rows + 1, device=self._ends.device)
-        return torch.searchsorted(self._ends, numbers) % max(1, len(self._rows))
+        return torch.searchsorted(self._ends, numbers) % max(1, len(self._goes))
 
-    def rows(self) -> Tensor:
-        """(T, min(k, ranks)): the rows that each token is sent as, by rank; numbers that are no row's fill up."""
-        return self._rows.sort(1).values[:, : self.slots]
+    def ends(self) -> Tensor:
+        """(T,): how many rows this rank sends of each token and those before it."""
+        return self._goes.sum(1).cumsum(0)
 
     def places(self, order: Tensor) -> Tensor:
-        """Which row each slot of ids is, among those that go to one rank. order: of the slots (T * k,)."""
-        places = self._rows - (self.counts.cumsum(0) - self.counts)
-        return places.gather(1, self.ranks).view(-1)[order].to(PLACE)
+        """Which of the rows that go to its rank each slot of ids is. order: of the slots, (T * k,)."""
+        starts = self.counts.cumsum(0) - self.counts
+        rows = self._ends.view(len(self.counts), -1).T.gather(1, self._ranks) - 1
+        return (rows - starts[self._ranks]).view(-1)[order].to(PLACE)
 
 
 @dataclass(frozen=True)
 class TokensByRank:
-    """One such way of tokens, and of what their experts made of them."""
+    """Where tokens go, and which of the arrived tokens this rank's experts take."""
 
     exchange: Exchange  # of tokens, which stay as they arrive
-    index: Tensor  # (sent,): the token of each row that is sent
-    sent: Tensor  # (T, min(k, ranks)): Destinations.rows
-    taken: Tensor  # (R,): which row that arrived each row of this rank's experts is
-    takers: Tensor  # (arrived, k): which rows of experts each became; -1 fills up
+    to: Destinations
+    index: Tensor  # (sent,): the token of each row that this rank sends
+    taken: Tensor  # (R,): the arrived token of each row of this rank's experts
 
     def forth(self, tokens: Tensor) -> Tensor:
-        """The rows (R, ...) of this rank's experts, of all ranks' tokens (T, ...)."""
+        """Tokens (T, ...) of each rank to rows (R, ...) of each rank's experts, expert by expert."""
         return self.exchange.forth(tokens[self.index])[self.taken]
 
-    def summed_back(self, rows: Tensor) -> Tensor:
-        """(T, N): of each token the sum of its rows, which lie as `forth` gave them, on all ranks."""
-        return ops._sum_rows(self.exchange.back(ops._sum_rows(rows, self.takers)), self.sent)
+    def sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For the way back: rows of experts by arrived token, and the end of each token's; rows that this rank sent by
+        token, and the end of each token's."""
+        arrived = torch.arange(sum(self.exchange.received), device=self.taken.device)
+        by_token, rows = self.taken.sort(stable=True)
+        return rows, torch.searchsorted(by_token, arrived, right=True), self.index.argsort(stable=True), self.to.ends()
 
 
 def route(tokens: Exchange, rows: Exchange, to: Destinations, order: Tensor) -> TokensByRank:
-    """Tells the ranks which tokens their experts take; order: of the slots, as their rows would be sent. The host does
-    not wait."""
-    arrived, received = sum(tokens.received), sum(rows.received)
+    """Tells each rank which tokens its experts take. tokens, rows: as `exchange.agree` found them; order: of the slots
+    of ids, by expert. The host does not wait."""
     starts = tokens.from_ranks.cumsum(0) - tokens.from_ranks
-    # forth() puts places, which are those of one rank's rows, into the order of experts, and so their ranks' starts.
-    places = to.places(order)
-    starts = starts.repeat_interleave(rows.from_ranks, output_size=received)
-    taken = rows.forth(places) + starts[rows.order]
-    by_token, takers = taken.sort(stable=True)
-    first = torch.searchsorted(by_token, torch.arange(arrived, device=by_token.device))
-    table = takers.new_full((arrived, to.slots), -1)
-    table[by_token, torch.arange(received, device=by_token.device) - first[by_token]] = takers
-    return TokensByRank(tokens, to.tokens(sum(tokens.sent)), to.rows(), taken, table)
+    starts = starts.repeat_interleave(rows.from_ranks, output_size=sum(rows.received))
+    # A place counts from the first token of the rank that tells it.
+    taken = rows.forth(to.places(order)) + starts[rows.order]
+    return TokensByRank(tokens, to, to.tokens(sum(tokens.sent)), taken)
 
 
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, tokens, format):
-        ctx.tokens = tokens
+    def forward(ctx, x, tokens, format, *sums):
+        ctx.exchange = tokens.exchange
+        ctx.save_for_backward(*sums)
         return sent_by(tokens.forth, x, format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return ctx.tokens.summed_back(values_of(grad)), None, None
+        rows, ends_of_arrived, sent, ends = ctx.saved_tensors
+        grad = values_of(grad)
+        sums = ops._sum_rows(grad.to(dtype_of_sums(grad.dtype)), rows, ends_of_arrived)
+        sums = ops._sum_rows(ctx.exchange.back(sums), sent, ends)
+        return sums.to(grad.dtype), None, None, None, None, None, None
 
 
 def to_experts(x: Tensor, tokens: TokensByRank, format: str | None) -> Tensor:
     """Rows (R, K) of this rank's experts, expert by expert, in the dtype of x (T, K); quantized, where `format` has
     rows."""
-    return _ToExperts.apply(x, tokens, format)
+    needs_sums = torch.is_grad_enabled() and x.requires_grad
+    return _ToExperts.apply(x, tokens, format, *(tokens.sums() if needs_sums else (None,) * 4))

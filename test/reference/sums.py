@@ -3,12 +3,12 @@
 import torch
 
 
-def sum_rows(rows, places):
-    """(T, N): of each row of places (T, k) the sum of those rows (R, N), in float32, one after the other, and rounded
-    once. A place outside of the rows adds nothing."""
-    total = torch.zeros(len(places), rows.shape[1])
-    for t, row in enumerate(places.tolist()):
-        for place in row:
+def sum_rows(rows, places, ends):
+    """(T, N): sum i is that of rows (R, N) at places[ends[i - 1]:ends[i]], the first from 0 on, in float32, one after
+    the other, and rounded once. A place outside of the rows adds nothing, nor does an end outside of the places."""
+    total, places, ends = torch.zeros(len(ends), rows.shape[1]), places.tolist(), ends.tolist()
+    for i, (begin, end) in enumerate(zip([0, *ends], ends)):
+        for place in places[max(begin, 0) : max(end, 0)]:
             if 0 <= place < len(rows):
-                total[t] += rows[place].float()
+                total[i] += rows[place].float()
     return total.to(rows.dtype)

@@ -212,6 +212,37 @@ def test_codes_take_half_of_the_bytes(format):
     assert f"tokens {expected:,} B" in str(qshard.report(nn.Sequential(dispatcher)))
 
 
+@on_ranks(2, 4)
+def test_ranks_may_choose_other_numbers_of_experts():
+    """The experts add nothing: a token comes back as often as it has experts, of which two may be one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dispatcher, generator = qshard.TokenDispatcher(EXPERTS), torch.Generator().manual_seed(rank)
+    for slots, rows in (((1, 5, 2, 3), (4, 3, 2, 5)), ((1, 3, 3, 3), (0, 6, 0, 1)), ((12,) * 4, (9,) * 4)):
+        x = torch.randn(rows[rank], K, generator=generator).to(device()).requires_grad_()
+        ids = torch.randint(0, EXPERTS, (rows[rank], slots[rank]), generator=generator).to(device())
+        dispatched, counts, routes = dispatcher.dispatch(x, ids)
+        y = dispatcher.combine(dispatched, routes)
+        y.sum().backward()
+        assert counts.sum() == len(dispatched)
+        torch.testing.assert_close(y, x * slots[rank])
+        assert torch.equal(x.grad, torch.full_like(x, slots[rank]))
+
+
+@on_ranks(2)
+def test_parts_of_a_sum_that_float16_cannot_hold():
+    dispatcher = qshard.TokenDispatcher(EXPERTS)
+    x = torch.zeros(1, K, dtype=torch.float16, device=device(), requires_grad=True)
+    ids = torch.tensor([[0, 1, 4, 5]], device=device())
+    rows, _, routes = dispatcher.dispatch(x, ids)
+    gradients = torch.tensor([[4e4, 4e4, -4e4, -4e4]], dtype=torch.float16, device=device())
+    with ExchangedRows() as sent:
+        dispatcher.combine(rows, routes, gradients).sum().backward()
+    assert not x.grad.any() and sent.dtypes() == [torch.float16, torch.float16, torch.float32]
+    forth, back = routes.exchange.leaving()  # of four rows; of the one token one goes to the other rank, and one comes
+    expected = (1 + forth) * K * 2 + back * K * 2 + K * 4 + forth * exchange.PLACE.itemsize
+    assert (forth, back) == (2, 2) and qshard.report(dispatcher).sent().tokens == expected
+
+
 @on_ranks(2)
 def test_a_format_without_scales_in_rows_sends_values_and_says_so_once():
     x, ids, _ = tokens(dist.get_rank())

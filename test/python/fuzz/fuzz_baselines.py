@@ -365,7 +365,9 @@ OF_OPERATOR = {
         "grad": d.plain(d.tokens, d.columns), "weight": d.plain(d.columns),
         "statistics": torch.ones(1, d.tokens),
     },
-    "_sum_rows": lambda d: {"rows": d.plain(d.tokens, d.columns), "places": torch.arange(12).view(4, 3) - 2},
+    "_sum_rows": lambda d: {
+        "rows": d.plain(d.tokens, d.columns), "places": torch.arange(12) - 2, "ends": torch.arange(5) * 3,
+    },
     "_transposed_operand": lambda d: {"self": d.plain(d.tokens, d.columns)},
     "_grouped_gemm": grouped,
     "_quantize_for_uses": lambda d: {"weight": d.plain(d.rows, d.columns), "state": []},
