@@ -20,7 +20,6 @@ from torch.distributed import distributed_c10d
 
 from qshard._runtime.hooks import holds_codes
 from qshard.formats import info_of
-from qshard.nn.parts.grouped import inverse_of
 
 ops = torch.ops.qshard
 PLACE = torch.int32  # of a row among those that a rank sends to another
@@ -121,7 +120,8 @@ def agree(
     sent[:, local + 1] = -1 if error is not None else _digest(numbers.facts)
     if numbers.tokens is not None:
         sent[:, local + 2] = numbers.tokens
-    received = _all_to_all(sent, None, None, group)
+    # Waited for by name: each operator on views of a result that waits when it is read would run through Python.
+    received = funcol.wait_tensor(_all_to_all(sent, None, None, group))
     counts, told = received.split((local, 3), 1)
     from_ranks, tokens = counts.sum(1), told[:, 2].contiguous()
     known = torch.stack([sent[:, :local].sum(1), from_ranks, sent[:, local + 2], tokens, *told[:, :2].T])
@@ -159,12 +159,14 @@ def _check(name, experts, rank, lost, digests, facts):
 
 def _by_expert(counts, rows):
     """counts: (ranks, experts). The order of rows that lie rank by rank, and within them expert by expert, and its
-    inverse. The host knows how many they are, so it need not wait."""
-    ranks, experts = counts.shape
-    ids = torch.arange(experts, device=counts.device).repeat(ranks)
-    ids = ids.repeat_interleave(counts.reshape(-1), output_size=rows)
-    order = torch.argsort(ids, stable=True)
-    return order, inverse_of(order)
+    inverse. The host knows how many they are, so it need not wait. Rows of one rank and expert stay together, so no
+    sort is needed: each moves as far as the first of them."""
+    by_rank, by_expert = counts.reshape(-1), counts.T.reshape(-1)
+    starts = (by_rank.cumsum(0) - by_rank).view_as(counts)
+    moves = (by_expert.cumsum(0) - by_expert).view_as(counts.T).T - starts
+    numbers = torch.arange(rows, device=counts.device)
+    order = numbers - moves.T.reshape(-1).repeat_interleave(by_expert, output_size=rows)
+    return order, numbers + moves.reshape(-1).repeat_interleave(by_rank, output_size=rows)
 
 
 def row_format(format: str | None, name: str | None = None) -> str | None:

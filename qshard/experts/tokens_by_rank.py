@@ -34,9 +34,13 @@ class Destinations:
         numbers = torch.arange(1, rows + 1, device=self._ends.device)
         return torch.searchsorted(self._ends, numbers) % max(1, len(self._goes))
 
-    def ends(self) -> Tensor:
-        """(T,): how many rows this rank sends of each token and those before it."""
-        return self._goes.sum(1).cumsum(0)
+    def rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The rows that this rank sends, token by token, and (T,): how many are of each token and those before it."""
+        tokens, ranks = self._goes.shape
+        ends = self._goes.reshape(-1).cumsum(0)
+        at = torch.searchsorted(ends, torch.arange(1, rows + 1, device=ends.device))  # t * ranks + r
+        by_token = self._ends.view(ranks, tokens).T.reshape(-1)[at] - 1
+        return by_token, ends.view(tokens, ranks)[:, -1]
 
     def places(self, order: Tensor) -> Tensor:
         """Which of the rows that go to its rank each slot of ids is. order: of the slots, (T * k,)."""
@@ -52,7 +56,7 @@ class TokensByRank:
     exchange: Exchange  # of tokens, which stay as they arrive
     to: Destinations
     index: Tensor  # (sent,): the token of each row that this rank sends
-    taken: Tensor  # (R,): the arrived token of each row of this rank's experts
+    taken: Tensor  # int32 (R,): the arrived token of each row of this rank's experts
 
     def forth(self, tokens: Tensor) -> Tensor:
         """Tokens (T, ...) of each rank to rows (R, ...) of each rank's experts, expert by expert."""
@@ -61,15 +65,16 @@ class TokensByRank:
     def sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For the way back: rows of experts by arrived token, and the end of each token's; rows that this rank sent by
         token, and the end of each token's."""
-        arrived = torch.arange(sum(self.exchange.received), device=self.taken.device)
+        arrived = torch.arange(sum(self.exchange.received), dtype=PLACE, device=self.taken.device)
         by_token, rows = self.taken.sort(stable=True)
-        return rows, torch.searchsorted(by_token, arrived, right=True), self.index.argsort(stable=True), self.to.ends()
+        ends = torch.searchsorted(by_token, arrived, right=True)
+        return rows, ends, *self.to.rows(len(self.index))
 
 
 def route(tokens: Exchange, rows: Exchange, to: Destinations, order: Tensor) -> TokensByRank:
     """Tells each rank which tokens its experts take. tokens, rows: as `exchange.agree` found them; order: of the slots
     of ids, by expert. The host does not wait."""
-    starts = tokens.from_ranks.cumsum(0) - tokens.from_ranks
+    starts = (tokens.from_ranks.cumsum(0) - tokens.from_ranks).to(PLACE)
     starts = starts.repeat_interleave(rows.from_ranks, output_size=sum(rows.received))
     # A place counts from the first token of the rank that tells it.
     taken = rows.forth(to.places(order)) + starts[rows.order]
