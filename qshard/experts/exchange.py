@@ -105,8 +105,8 @@ def agree(
     """The one exchange of numbers before rows are sent: how many each expert gets of each rank. The host waits for it.
 
     prepare(): (Numbers, anything). Returns the exchange of rows; that of Numbers.tokens, whose rows stay in the order in
-    which they arrive; and anything. Raises on all ranks, of `name`: what prepare() raised on one, and ValueError if a rank has
-    rows for no expert or other facts."""
+    which they arrive; and anything. Raises on all ranks, of `name`: what prepare() raised on one, and ValueError if a
+    rank has rows for no expert or other facts."""
     ranks, rank = _group_of(group).size(), dist.get_rank(_group_of(group))
     error, prepared = None, None
     try:

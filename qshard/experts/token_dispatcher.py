@@ -38,8 +38,8 @@ class TokenDispatcher(nn.Module):
 
     A token is quantized once, and its codes are sent once to each rank that has experts of it. `rows` is a quantized
     tensor, which `grouped_linear`, `swiglu_experts` and linears multiply, and of which other operators read the values.
-    Gradients that the experts get are quantized, too, one for each expert of a token. Results, and gradients of tokens,
-    are sent as values; those gradients are added up on each rank before, in float32, and rounded.
+    Gradients of the experts' results are quantized, too, and sent to each expert. Results are sent as values, and so
+    are gradients of tokens: each rank first adds up those of a token, in float32, and rounds the sum.
 
     num_experts: of all ranks. Each rank of `group` has as many, in the order of its ranks.
     group: a process group, or a DeviceMesh of one dimension; all ranks without. The ranks of it call both methods,
@@ -55,7 +55,8 @@ class TokenDispatcher(nn.Module):
 
     @outside_graphs
     def dispatch(self, x: Tensor, ids: Tensor, format: str | None = None) -> tuple[Tensor, Tensor, Routes]:
-        """x: (T, K), float32, bfloat16 or float16; ids: (T, k) integers, the experts of each token.
+        """x: (T, K), float32, bfloat16 or float16; ids: (T, k) integers, the experts of each token;
+        another rank may have another k.
 
         format: of the weights that the rows meet, as `experts.message_format` or `qshard.ops.format(stack)` says it.
             None, of plain weights, sends values, and so does, with a warning, a format in which rows share scales.
