@@ -49,6 +49,16 @@ class ModuleState:
         """The weight's format, if it is what activations are quantized by."""
         return None if self.weight_only else self.weight_format
 
+    def shown_format(self) -> str:
+        """How the module multiplies, for its extra_repr; nothing while it is plain."""
+        if self.weight_format is None:
+            return ""
+        how = " at each use" * (self.dynamic is not None)
+        if self.dynamic is not None and self.dynamic.forward_precision:
+            how = f" in backward, forward in {self.dynamic.forward_precision}"
+        how += ", weight_only=True" * self.weight_only
+        return f", format={self.weight_format}{how}"
+
     def add_hooks(self, purpose: str, register: Callable[[], list]) -> None:
         """Registers hooks, once for each purpose."""
         if purpose not in self.hooks:

@@ -63,14 +63,7 @@ class Initialized:
 
     def shown_format(self) -> str:
         """How it multiplies, for extra_repr; nothing while it is plain."""
-        state = self._qshard
-        if state.weight_format is None:
-            return ""
-        how = " at each use" * (state.dynamic is not None)
-        if state.dynamic is not None and state.dynamic.forward_precision:
-            how = f" in backward, forward in {state.dynamic.forward_precision}"
-        how += ", weight_only=True" * state.weight_only
-        return f", format={state.weight_format}{how}"
+        return self._qshard.shown_format()
 
     def __setstate__(self, state):
         super().__setstate__(state)

@@ -28,6 +28,11 @@ def _forward(self, input: torch.Tensor) -> torch.Tensor:
     return multiply(self, input, state)
 
 
+def _extra_repr(self) -> str:
+    shown = type(self)._qshard_linear_of.extra_repr(self)
+    return shown + module_state.current(self).shown_format()
+
+
 def runs_as_linear(cls: type) -> bool:
     """Whether the forward of a class is torch.nn.Linear's own, or was before `quantized_class`. The
     function is compared, because what a function of another library computes cannot be known."""
@@ -43,7 +48,7 @@ def quantized_class(cls: type) -> type:
         return cls
     members = {name: vars(module_state.NamedState)[name] for name in module_state.NAMES_OF_STATE}
     return made_class(
-        cls, (quantized_class, (cls,)), forward=_forward, _qshard_linear_of=cls, **members
+        cls, (quantized_class, (cls,)), forward=_forward, extra_repr=_extra_repr, _qshard_linear_of=cls, **members
     )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import qshard
+from qshard import module_state
 
 ops = torch.ops.qshard
 RECIPES = {
@@ -99,7 +100,9 @@ def test_a_subclass_computes_what_nn_linear_does(recipe, weight_only, weights):
     assert_equal(step(model), step(twin))
     assert isinstance(model.up, Linear) and type(model.up).__name__ == "Linear"
     assert model.up.weight_only == model.up.style == model.up.weight_format == "mine"
-    assert repr(model) == repr(mlp())
+    shown = f", format={module_state.find(model.up).weight_format}"
+    assert shown + " at each use" * (weights == "dynamic") + ", weight_only=True" * weight_only + ")" in repr(model.up)
+    assert re.sub(", format=[^)]*", "", repr(model)) == repr(mlp())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
