@@ -14,8 +14,8 @@ FORMAT:values says, in bf16. bf16:values are plain experts that get tokens so.
 
 Step: median of the time between CUDA events around a step with its optimizer. Gathered: what a rank receives of one
 layer's parameters, once. Dispatched: what a rank sends to experts of all ranks in a step, tokens and gradients of
-results; exchanged: these, results, gradients of tokens, and numbers. Kept: memory between forward and backward, less that before. Loss: the mean over the last
-three steps, which should be near bf16's.
+results; exchanged: these, results, gradients of tokens, and numbers. Kept: memory between forward and backward, less
+that before. Loss: the mean over the last three steps, which should be near bf16's.
 """
 
 import argparse
@@ -222,7 +222,8 @@ def main():
             yield Row(f"gathered, {run.name}", size, run.gathered(), plain.gathered(), "MiB", at_most(0.51))
         if sent:
             (codes, exchanged), (_, of_plain) = sent[run], sent[plain]
-            if codes:  # of plain rows, tokens and gradients of results are a half
+            # Half of the plain rows are tokens and gradients of results, which this run may send in codes.
+            if codes:
                 yield Row(f"dispatched, {run.name}", size, codes, of_plain / 2, "MiB", at_most(0.53))
             yield Row(f"exchanged, {run.name}", size, exchanged, of_plain, "MiB")
         if DEVICE == "cuda":

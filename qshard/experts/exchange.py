@@ -22,7 +22,7 @@ from qshard._runtime.hooks import holds_codes
 from qshard.formats import info_of
 
 ops = torch.ops.qshard
-PLACE = torch.int32  # of a row among those that a rank sends to another
+PLACE = torch.int32  # the dtype of the numbers by which a rank tells another which of its rows an expert takes
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,17 @@ def _check(name, experts, rank, lost, digests, facts):
             )
 
 
+def starts_of(counts: Tensor) -> Tensor:
+    """Where each of the parts begins that lie one after the other and have these sizes."""
+    return counts.cumsum(0) - counts
+
+
 def _by_expert(counts, rows):
     """counts: (ranks, experts). The order of rows that lie rank by rank, and within them expert by expert, and its
     inverse. The host knows how many they are, so it need not wait. Rows of one rank and expert stay together, so no
     sort is needed: each moves as far as the first of them."""
     by_rank, by_expert = counts.reshape(-1), counts.T.reshape(-1)
-    starts = (by_rank.cumsum(0) - by_rank).view_as(counts)
-    moves = (by_expert.cumsum(0) - by_expert).view_as(counts.T).T - starts
+    moves = starts_of(by_expert).view_as(counts.T).T - starts_of(by_rank).view_as(counts)
     numbers = torch.arange(rows, device=counts.device)
     order = numbers - moves.T.reshape(-1).repeat_interleave(by_expert, output_size=rows)
     return order, numbers + moves.reshape(-1).repeat_interleave(by_rank, output_size=rows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qshard.experts.exchange import PLACE, Exchange, dtype_of_sums, sent_by, values_of
+from qshard.experts.exchange import PLACE, Exchange, dtype_of_sums, sent_by, starts_of, values_of
 
 ops = torch.ops.qshard
 
@@ -31,29 +31,33 @@ class Destinations:
 
     def tokens(self, rows: int) -> Tensor:
         """(rows,): the token of each row that this rank sends. The host knows how many these are."""
-        numbers = torch.arange(1, rows + 1, device=self._ends.device)
-        return torch.searchsorted(self._ends, numbers) % max(1, len(self._goes))
+        return _where_true(self._ends, rows) % max(1, len(self._goes))
 
     def rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """The rows that this rank sends, token by token, and (T,): how many are of each token and those before it."""
         tokens, ranks = self._goes.shape
         ends = self._goes.reshape(-1).cumsum(0)
-        at = torch.searchsorted(ends, torch.arange(1, rows + 1, device=ends.device))  # t * ranks + r
+        at = _where_true(ends, rows)  # t * ranks + r
         by_token = self._ends.view(ranks, tokens).T.reshape(-1)[at] - 1
         return by_token, ends.view(tokens, ranks)[:, -1]
 
     def places(self, order: Tensor) -> Tensor:
         """Which of the rows that go to its rank each slot of ids is. order: of the slots, (T * k,)."""
-        starts = self.counts.cumsum(0) - self.counts
         rows = self._ends.view(len(self.counts), -1).T.gather(1, self._ranks) - 1
-        return (rows - starts[self._ranks]).view(-1)[order].to(PLACE)
+        return (rows - starts_of(self.counts)[self._ranks]).view(-1)[order].to(PLACE)
+
+
+def _where_true(ends, count):
+    """(count,): where a mask is true, of which `ends` counts those up to each place. The host knows the count, so that
+    it need not wait."""
+    return torch.searchsorted(ends, torch.arange(1, count + 1, device=ends.device))
 
 
 @dataclass(frozen=True)
 class TokensByRank:
     """Where tokens go, and which of the arrived tokens this rank's experts take."""
 
-    exchange: Exchange  # of tokens, which stay as they arrive
+    exchange: Exchange  # sends tokens to ranks, and leaves them in the order in which they arrive
     to: Destinations
     index: Tensor  # (sent,): the token of each row that this rank sends
     taken: Tensor  # int32 (R,): the arrived token of each row of this rank's experts
@@ -74,7 +78,7 @@ class TokensByRank:
 def route(tokens: Exchange, rows: Exchange, to: Destinations, order: Tensor) -> TokensByRank:
     """Tells each rank which tokens its experts take. tokens, rows: as `exchange.agree` found them; order: of the slots
     of ids, by expert. The host does not wait."""
-    starts = (tokens.from_ranks.cumsum(0) - tokens.from_ranks).to(PLACE)
+    starts = starts_of(tokens.from_ranks).to(PLACE)
     starts = starts.repeat_interleave(rows.from_ranks, output_size=sum(rows.received))
     # A place counts from the first token of the rank that tells it.
     taken = rows.forth(to.places(order)) + starts[rows.order]

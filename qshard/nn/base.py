@@ -61,10 +61,6 @@ class Initialized:
             with fork():
                 fill(getattr(self, name), initialize)
 
-    def shown_format(self) -> str:
-        """How it multiplies, for extra_repr; nothing while it is plain."""
-        return self._qshard.shown_format()
-
     def __setstate__(self, state):
         super().__setstate__(state)
         module_state.migrate(self)

@@ -191,7 +191,7 @@ class GroupedLinear(Grouped):
     def extra_repr(self) -> str:
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}{self.shown_format()}"
+            f"bias={self.use_bias}{self._qshard.shown_format()}"
         )
 
 
@@ -254,7 +254,7 @@ class GroupedExperts(Grouped):
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}"
-        return f"{sizes}{self.shown_format()}"
+        return f"{sizes}{self._qshard.shown_format()}"
 
 
 def _stacked(matrices, parameter):

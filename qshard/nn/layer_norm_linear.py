@@ -141,5 +141,5 @@ class LayerNormLinear(Projection, torch.nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"normalization={self.normalization}{self.shown_format()}"
+            f"normalization={self.normalization}{self._qshard.shown_format()}"
         )

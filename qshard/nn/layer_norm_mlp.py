@@ -240,5 +240,5 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"normalization={self.normalization}, activation={self.activation}"
-            f"{self.shown_format()}"
+            f"{self._qshard.shown_format()}"
         )

@@ -159,4 +159,4 @@ class Linear(Projection, NamedState, torch.nn.Linear):
     def extra_repr(self) -> str:
         bias = any(getattr(self, name, None) is not None for name in self.bias_names)
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={bias}{self.shown_format()}"
+        return f"{sizes}, bias={bias}{self._qshard.shown_format()}"

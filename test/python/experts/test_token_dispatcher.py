@@ -238,7 +238,8 @@ def test_parts_of_a_sum_that_float16_cannot_hold():
     with ExchangedRows() as sent:
         dispatcher.combine(rows, routes, gradients).sum().backward()
     assert not x.grad.any() and sent.dtypes() == [torch.float16, torch.float16, torch.float32]
-    forth, back = routes.exchange.leaving()  # of four rows; of the one token one goes to the other rank, and one comes
+    # Each rank has one token, which it also sends to the other rank, where two of its four experts are.
+    forth, back = routes.exchange.leaving()
     expected = (1 + forth) * K * 2 + back * K * 2 + K * 4 + forth * exchange.PLACE.itemsize
     assert (forth, back) == (2, 2) and qshard.report(dispatcher).sent().tokens == expected
 

@@ -254,7 +254,8 @@ SAMPLES = {
          plain(7, 16), [3, 2, 1])
     ] if fmt == "float8_blockwise" else [],
     "_sum_rows": lambda fmt: [
-        (plain(7, 12, dtype=dtype), torch.tensor([0, -1, 6, 6, 6, 7]), torch.tensor([2, 2, 5])) for dtype in (torch.float32, torch.bfloat16)
+        (plain(7, 12, dtype=dtype), torch.tensor([0, -1, 6, 6, 6, 7]), torch.tensor([2, 2, 5]))
+        for dtype in (torch.float32, torch.bfloat16)
     ] if fmt == "float8_blockwise" else [],
     # Formats of messages are their own: of each, once.
     "quantize_gradients": lambda fmt: [
