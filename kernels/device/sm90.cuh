@@ -44,6 +44,21 @@ __device__ __forceinline__ void store_shared_words(uint32_t at, int4 words) {
                : "memory");
 }
 
+/// Four matrices of 8 rows of 16 bytes, as elements of two bytes: each transposed. Lanes give rows'
+/// addresses, 8 lanes those of one matrix; lane i holds elements 2i % 8 and the next of row i / 4.
+__device__ __forceinline__ void load_transposed(uint32_t (&words)[4], uint32_t row_at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(row_at)
+               : "memory");
+}
+/// Four such matrices as lanes hold them, not transposed.
+__device__ __forceinline__ void store_matrices(uint32_t row_at, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_at),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // ----------------------------------------------------------------------------------- barriers
 
 /// By its address in shared memory, 8 bytes. A phase of it ends when `count` threads have arrived
@@ -103,6 +118,16 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap& map, i
       : "memory");
 }
 
+/// The same of a map of matrices.
+__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap& map, int32_t column,
+                                          int32_t row, int32_t matrix, Barrier barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(barrier.at)
+      : "memory");
+}
+
 // ----------------------------------------------------------------------------------- products
 
 template <int kRegisters>
@@ -134,6 +159,10 @@ constexpr int kSums = 64;          // how many a thread holds
   QSHARD_EIGHT_SUMS(0), QSHARD_EIGHT_SUMS(8), QSHARD_EIGHT_SUMS(16), QSHARD_EIGHT_SUMS(24), \
       QSHARD_EIGHT_SUMS(32), QSHARD_EIGHT_SUMS(40), QSHARD_EIGHT_SUMS(48), QSHARD_EIGHT_SUMS(56)
 
+/// Lets products read what this thread stored in shared memory.
+__device__ __forceinline__ void publish_stores() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 /// Before products that the warpgroup starts.
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -10,7 +10,7 @@
 #include "kernels/device/current_stream.h"
 #include "kernels/format/layout.h"
 #include "kernels/format/value_dtype.h"
-#include "kernels/grouped/gemm_sm90.h"
+#include "kernels/gemm/sm90/gemm.h"
 #include "kernels/linear/linear_fp8.h"
 
 namespace qshard {
@@ -57,18 +57,42 @@ bool has_square_scales(const at::Tensor& scales, const at::Tensor& codes) {
          (row == 0 || scales.size(0) == codes.size(0));
 }
 
-bool has_group_scales(const at::Tensor& scales, const GroupedOperands& with) {
-  return scales.defined() && scales.scalar_type() == at::kFloat && scales.is_contiguous() &&
-         scales.sizes() == with.offs.sizes() && scales.device() == with.a.device();
+bool has_constant_scales(const GroupedOperands& with) {
+  return with.a_group_scales.defined() || with.a_row_vector.defined();
 }
 
 bool is_wide(const GroupedOperands& with) {
-  return with.a_group_scales.defined() && with.a.scalar_type() == at::kFloat8_e5m2;
+  return has_constant_scales(with) && with.a.scalar_type() == at::kFloat8_e5m2;
+}
+
+/// One scale for each group, or a vector of them, and not both.
+bool fits(const at::Tensor& of_groups, const at::Tensor& vector, at::IntArrayRef vector_sizes,
+          const GroupedOperands& with) {
+  if (of_groups.defined() == vector.defined()) return false;
+  const at::Tensor& scales = vector.defined() ? vector : of_groups;
+  return scales.scalar_type() == at::kFloat && scales.is_contiguous() &&
+         scales.sizes() == (vector.defined() ? vector_sizes : with.offs.sizes()) &&
+         scales.device() == with.a.device();
+}
+
+bool have_constant_scales(const GroupedOperands& with, int64_t n) {
+  const int64_t groups = with.offs.size(0);
+  const bool cuts_rows = with.b.dim() == 3;
+  const int64_t of_a[] = {groups, with.a.size(0)}, of_b[] = {groups, n};
+  const at::IntArrayRef a_sizes = cuts_rows ? at::IntArrayRef(of_a).slice(1) : of_a;
+  return fits(with.a_group_scales, with.a_row_vector, a_sizes, with) &&
+         fits(with.b_group_scales, with.b_row_vector, of_b, with);
+}
+
+int64_t product_columns(const GroupedOperands& with) {
+  const int64_t all = with.b.size(with.b.dim() == 2 ? 0 : with.contract_rows ? 2 : 1);
+  return with.columns != 0 ? with.columns : all;
 }
 
 void check(const char* op, const GroupedOperands& with) {
   const auto& [a, a_scales, b, b_scales, offs, tokens, contract_rows, square_scales, tile_rows,
-               dtype, columns, sum, a_group_scales, b_group_scales] = with;
+               dtype, columns, sum, a_group_scales, b_group_scales, a_row_vector, b_row_vector] =
+      with;
   const bool cuts_rows = b.dim() == 3;
   TORCH_CHECK(a.dim() == 2 && (cuts_rows || b.dim() == 2) && has_rows_of_codes(a, is_wide(with)) &&
                   has_rows_of_codes(b) && (cuts_rows || !contract_rows) &&
@@ -82,11 +106,11 @@ void check(const char* op, const GroupedOperands& with) {
           offs.device() == a.device() && (!cuts_rows || offs.size(0) == b.size(0)),
       fmt::format("{}: offs must be int32 ({},) on {}, got {}", op,
                   cuts_rows ? std::to_string(b.size(0)) : "groups", a.device().str(), shown(offs)));
-  const bool by_group = a_group_scales.defined();
-  TORCH_CHECK(!by_group || (has_group_scales(a_group_scales, with) &&
-                            has_group_scales(b_group_scales, with) && (cuts_rows || is_wide(with))),
-              fmt::format("{}: needs a float32 scale of both operands for each of {} groups", op,
-                          offs.size(0)));
+  const bool by_group = has_constant_scales(with);
+  TORCH_CHECK(!by_group || have_constant_scales(with, product_columns(with)),
+              fmt::format("{}: needs float32 scales of both operands, for each of {} groups or for "
+                          "each row",
+                          op, offs.size(0)));
   const auto fit = [&] {
     return has_row_scales(a_scales, a) &&
            (square_scales ? has_square_scales(b_scales, b)
@@ -113,34 +137,23 @@ void check(const char* op, const GroupedOperands& with) {
       fmt::format("{}: cannot add to {}", op, sum.defined() ? shown(sum) : ""));
 }
 
-/// The same with b as rows that are contracted: all matrices in one launch.
-GroupedOperands transposed(const GroupedOperands& with) {
-  GroupedOperands other = with;
-  const int64_t groups = with.b.size(0), rows = with.b.size(1), columns = with.b.size(2);
-  other.b = at::empty({groups, columns, rows}, with.b.options());
-  if (!with.b_group_scales.defined()) other.b_scale_inv = with.b_scale_inv.transpose(1, 2);
-  other.contract_rows = false;
-  const Stream stream = current_stream(with.b.device());
-  cuda::check_launch(cuda::launch_transpose_codes(
-      static_cast<const uint8_t*>(with.b.const_data_ptr()), rows, columns, with.b.stride(1),
-      static_cast<uint8_t*>(other.b.mutable_data_ptr()), rows,
-      static_cast<cudaStream_t>(stream.handle), groups));
-  return other;
-}
-
 }  // namespace
 
 bool has_grouped_gemm(at::Device device) { return cuda::has_every_fp8_gemm(device); }
 
-at::Tensor grouped_gemm(const char* op, const GroupedOperands& given) {
+at::Tensor grouped_gemm(const char* op, const GroupedOperands& with) {
   TORCH_CHECK(
-      has_grouped_gemm(given.a.device()),
-      fmt::format("{}: needs a GPU of compute capability 9.0, got {}", op, given.a.device().str()));
-  check(op, given);
-  const GroupedOperands with = given.contract_rows ? transposed(given) : given;
+      has_grouped_gemm(with.a.device()),
+      fmt::format("{}: needs a GPU of compute capability 9.0, got {}", op, with.a.device().str()));
+  check(op, with);
   const bool cuts_rows = with.b.dim() == 3;
-  const int64_t b_rows = with.b.size(cuts_rows ? 1 : 0);
-  const int64_t n = with.columns != 0 ? with.columns : b_rows;
+  const int64_t n = product_columns(with);
+  cuda::GroupedGemm gemm;
+  gemm.along = cuts_rows ? cuda::GroupsAlong::kRows : cuda::GroupsAlong::kContraction;
+  gemm.groups = with.offs.size(0);
+  gemm.total = with.tokens;
+  gemm.n = n;
+  gemm.transposes_b = with.contract_rows;
   const auto options = with.a.options().dtype(with.dtype);
   at::Tensor out = with.sum.defined() ? with.sum
                    : cuts_rows        ? at::empty({with.tokens, n}, options)
@@ -157,25 +170,25 @@ at::Tensor grouped_gemm(const char* op, const GroupedOperands& given) {
     }
     return operand;
   };
-  cuda::GroupedGemm gemm;
-  const bool by_group = with.a_group_scales.defined();
+  const bool by_group = has_constant_scales(with);
   gemm.a = codes_of(with.a, with.a_scale_inv, !by_group);
   gemm.b = codes_of(with.b, with.b_scale_inv, !by_group && !with.square_scales);
   if (by_group) {
-    gemm.a.group_scales = with.a_group_scales.const_data_ptr<float>();
-    gemm.b.group_scales = with.b_group_scales.const_data_ptr<float>();
+    const auto floats = [](const at::Tensor& scales) {
+      return scales.defined() ? scales.const_data_ptr<float>() : nullptr;
+    };
+    gemm.a.group_scales = floats(with.a_group_scales);
+    gemm.a.row_vector = floats(with.a_row_vector);
+    gemm.b.group_scales = floats(with.b_group_scales);
+    gemm.b.row_vector = floats(with.b_row_vector);
     gemm.a.is_wide = is_wide(with);
   } else if (with.square_scales) {
     const at::Tensor& scales = with.b_scale_inv;
     gemm.square_scales = {scales.const_data_ptr<float>(), cuts_rows ? scales.stride(0) : 0,
                           scales.stride(-2), scales.stride(-1)};
+    if (gemm.transposes_b) std::swap(gemm.square_scales.rows, gemm.square_scales.block);
   }
-  gemm.along = cuts_rows ? cuda::GroupsAlong::kRows : cuda::GroupsAlong::kContraction;
   gemm.offs = with.offs.const_data_ptr<int32_t>();
-  gemm.groups = with.offs.size(0);
-  gemm.total = with.tokens;
-  gemm.n = n;
-  gemm.b_rows = b_rows;
   gemm.d = out.mutable_data_ptr();
   gemm.d_type = value_dtype(with.dtype);
   gemm.adds = with.sum.defined();

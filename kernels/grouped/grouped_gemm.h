@@ -21,10 +21,13 @@ struct GroupedOperands {
   at::ScalarType dtype = at::kBFloat16;  // the product's: or float16, float32
   int64_t columns = 0;  // the product's, where groups cut rows and it has fewer than N; 0: N
   at::Tensor sum = {};  // (groups, M, N), contiguous, of that dtype: the product is added to it
-  // float32 (groups,), in place of both scale_inv: one scale of a and one of b for each group. a
-  // may be of E5M2 codes; where groups cut what is contracted, it is.
+  // float32, in place of both scale_inv: scales of each operand that are constant along what is
+  // contracted, one for each group, (groups,), or one for each row: a's (T,), or (groups, M) where
+  // groups cut what is contracted, and b's (groups, N). a may be of E5M2 codes.
   at::Tensor a_group_scales = {};
   at::Tensor b_group_scales = {};
+  at::Tensor a_row_vector = {};
+  at::Tensor b_row_vector = {};
 };
 
 /// Whether this device multiplies such operands: Hopper.

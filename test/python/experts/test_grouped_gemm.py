@@ -158,7 +158,7 @@ def test_a_group_has_the_same_bits_alone(rows):
         assert same_bits(alone, together[own])
 
 
-@pytest.mark.parametrize("n, k", [(256, 256), (144, 400), (528, 208)])
+@pytest.mark.parametrize("n, k", [(256, 256), (144, 400), (528, 208), (1168, 48)])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_gradients_of_inputs_contract_the_rows_of_matrices(count, n, k):
     torch.manual_seed(count)
@@ -169,7 +169,15 @@ def test_gradients_of_inputs_contract_the_rows_of_matrices(count, n, k):
     of_gradient, of_weight = values_by_rows(*gradient), values_by_squares(codes, scales)
     weight, offs = (transposed, scales.transpose(1, 2)), offs_of(starts[1:])
     results = [forward(gradient, weight, offs, tile_rows=t) for t in TILE_ROWS]
-    results.append(forward(gradient, (codes, scales), offs, contract_rows=True))
+    for tile_rows in (0, *TILE_ROWS):  # the kernel transposes matrices itself
+        results.append(
+            forward(gradient, (codes, scales), offs, contract_rows=True, tile_rows=tile_rows)
+        )
+    more = round_up(2048 * count, 16)  # rows: another kernel transposes them before
+    long = torch.nn.functional.pad(gradient[0].view(torch.uint8), (0, 0, 0, more))
+    of_long = torch.nn.functional.pad(gradient[1], (0, more))
+    result = forward((long.view(codes.dtype), of_long), (codes, scales), offs, contract_rows=True)
+    results.append(result[: len(gradient[0])])
     for result in results:
         assert same_bits(result, results[0])
     for group in range(count):

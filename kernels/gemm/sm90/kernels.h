@@ -14,8 +14,9 @@ namespace qshard::cuda {
 enum class GroupsAlong : uint8_t { kRows, kContraction };
 
 /// How B is scaled: one scale for 128 of its rows and 128 contracted codes, or one for each row and
-/// 128 codes, as A is. Or each group has one scale of A and one of B.
-enum class ColumnScales : uint8_t { kSquare, kRow, kGroup };
+/// 128 codes, as A is. Or scales are constant along what is contracted: each group has one of A and
+/// one of B, or in place of one of these, or of both, there is a vector with one for each row.
+enum class ColumnScales : uint8_t { kSquare, kRow, kGroup, kVector };
 
 /// A tile of D has 64, 128 or 256 rows and as many columns as these. Each computes the same bits.
 constexpr int columns_of_tile(int rows) { return rows == 64 ? 256 : 128; }
@@ -26,10 +27,12 @@ constexpr int kScaleMargin = 4;
 
 /// What the kernel reads. Tensor maps carry addresses and sizes of the operands.
 struct GroupedGemmArguments {
+  bool has_vectors() const { return a_row_vector != nullptr || b_row_vector != nullptr; }
+
   CUtensorMap a;  // boxes (tile rows, 128)
   // Boxes (1, tile rows + kScaleMargin), two floats to an element: a box has at most 256.
   CUtensorMap a_scales;
-  CUtensorMap b;                  // boxes (tile columns, 128)
+  CUtensorMap b;                  // matrices; boxes (1, tile columns, 128), or (1, 128, 128)
   CUtensorMap b_scales;           // kRow: boxes (1, tile columns)
   const int32_t* offs = nullptr;  // (groups,)
   int groups = 0;
@@ -41,21 +44,28 @@ struct GroupedGemmArguments {
   int scale_group = 0;                    // distances in it: from one group to the next,
   int scale_rows = 0;                     // from 128 rows of B,
   int scale_block = 0;                    // and from 128 codes
-  const float* a_group_scales = nullptr;  // kGroup: (groups,) each
+  bool scales_groups = false;             // kGroup, kVector
+  const float* a_group_scales = nullptr;  // kGroup, kVector: (groups,) each
   const float* b_group_scales = nullptr;
-  int b_rows = 0;                   // kRows: rows of B from one group's first to the next's
+  // kVector: (T,) or, with groups along the contraction, (groups, m); and (groups, n).
+  const float* a_row_vector = nullptr;
+  const float* b_row_vector = nullptr;
   void* d = nullptr;                // kRows: (T, n), kContraction: (groups, m, n)
   DType d_type = DType::kBFloat16;  // or kFloat32, kFloat16
   bool adds = false;                // kContraction: to what D holds
 };
 
-/// `scales` are kSquare where groups cut rows. cudaErrorInvalidValue for a tile that there is none
-/// of.
+/// Multiplies scales in blocks; they are kSquare where groups cut rows. cudaErrorInvalidValue for a
+/// tile that there is none of, here and below.
 cudaError_t launch_grouped_gemm(const GroupedGemmArguments& arguments, GroupsAlong along,
                                 ColumnScales scales, int tile_rows, cudaStream_t stream);
-/// The same of kGroup. `wide_a`: A is of E5M2; so it is where groups cut what is contracted.
+/// The same for kGroup, or kVector if there is a vector. `wide_a`: A is of E5M2, without vectors.
 cudaError_t launch_grouped_gemm_scaled_by_group(const GroupedGemmArguments& arguments,
                                                 GroupsAlong along, bool wide_a, int tile_rows,
                                                 cudaStream_t stream);
+/// The same with groups along rows and B (groups, K, N), which the kernel transposes tile by tile.
+/// `by_group`: as above; else scales are kSquare.
+cudaError_t launch_transposing_grouped_gemm(const GroupedGemmArguments& arguments, bool by_group,
+                                            bool wide_a, int tile_rows, cudaStream_t stream);
 
 }  // namespace qshard::cuda

@@ -3,14 +3,14 @@
 
 #include <cstdint>
 
-#include "kernels/grouped/kernels.h"
+#include "kernels/gemm/sm90/kernels.h"
 
 namespace qshard::cuda {
 
 /// One tile of D, and which products it sums.
 struct TileWork {
   int a_row;     // the tile's first row, in A
-  int b_row;     // the tile's first column, which is a row of B
+  int matrix;    // of B
   int d_row;     // the tile's first row, in D
   int column;    // its first in D
   int rows;      // that D has of it: no more are stored
@@ -58,7 +58,6 @@ class TileWalk {
   __device__ int groups() const {
     return arguments_.groups + (kAlong == GroupsAlong::kRows ? 1 : 0);
   }
-  __device__ bool scales_groups() const { return arguments_.a_group_scales != nullptr; }
   __device__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
   /// The sum, or the largest, of this lane's value and those of all lanes before it.
@@ -121,18 +120,18 @@ class TileWalk {
       const bool is_live = group < arguments_.groups;
       work.a_row = start + row;
       work.d_row = start + row;
-      work.b_row = is_live ? group * arguments_.b_rows + column : 0;
+      work.matrix = is_live ? group : 0;
       work.k_block = 0;
       work.k_blocks = is_live ? arguments_.k_blocks : 0;
-      work.scale = !is_live ? 0 : scales_groups() ? group : group * arguments_.scale_group;
+      work.scale = !is_live ? 0 : arguments_.scales_groups ? group : group * arguments_.scale_group;
     } else {
       work.a_row = row;
       work.d_row = group * arguments_.m + row;
-      work.b_row = column;
+      work.matrix = 0;
       work.k_block = blocks_before_ + blocks;
       // Groups whose columns there are none of: no scale is read beyond the others.
       work.k_blocks = min(blocks_after - blocks, max(arguments_.k_blocks - work.k_block, 0));
-      work.scale = scales_groups() ? group : work.k_block * arguments_.scale_block;
+      work.scale = arguments_.scales_groups ? group : work.k_block * arguments_.scale_block;
     }
     return work;
   }

@@ -5,86 +5,20 @@
 // cores and adds the sums, scaled, to fp32 registers, because the cores' own sums keep about 14
 // bits. Every element is summed in the same order whatever the tile and whatever other groups there
 // are.
+//
+// The tensor cores contract FP8 codes that lie side by side. Where those of B lie below each other,
+// three more warps transpose every tile of it in place, between its copy and its products.
 #pragma once
 
 #include <algorithm>
 
-#include "kernels/device/sm90.cuh"
 #include "kernels/format/layout.h"
-#include "kernels/grouped/store_sm90.cuh"
-#include "kernels/grouped/tiles.cuh"
+#include "kernels/gemm/sm90/stages.cuh"
+#include "kernels/gemm/sm90/store.cuh"
+#include "kernels/gemm/sm90/tiles.cuh"
+#include "kernels/gemm/sm90/transpose.cuh"
 
 namespace qshard::cuda {
-
-constexpr int kDepth = 128;  // contracted codes of a stage, and of a scale
-constexpr int kWorkers = 2 * kWarpgroup;
-constexpr int kGroupedThreads = kWorkers + kWarpgroup;
-constexpr int kWorkSlots = 2;
-constexpr int kSharedBytes = 227 * 1024;
-
-template <int kRows, ColumnScales kScales>
-struct GroupedShape {
-  static constexpr int kTileRows = kRows;
-  static constexpr int kColumns = columns_of_tile(kRows);
-  static constexpr bool kSplitsColumns = kColumns == 256;  // between warpgroups; else rows
-  static constexpr int kWaves = kRows == 256 ? 2 : 1;      // of 64 rows, of each warpgroup
-  static constexpr bool kRowScales = kScales == ColumnScales::kRow;
-  static constexpr bool kCopiesAScales = kScales != ColumnScales::kGroup;
-
-  static constexpr int kABytes = kRows * kDepth;
-  static constexpr int kBBytes = kColumns * kDepth;
-  static constexpr int kAScalesCopied = kCopiesAScales ? (kRows + kScaleMargin) * 4 : 0;
-  static constexpr int kAScaleBytes = (kAScalesCopied + 127) / 128 * 128;  // copies are aligned so
-  static constexpr int kBScaleBytes = kRowScales ? kColumns * 4 : 0;
-  static constexpr int kStageBytes = kABytes + kBBytes + kAScaleBytes + kBScaleBytes;
-  static constexpr int kCopiedBytes = kABytes + kBBytes + kAScalesCopied + kBScaleBytes;
-  static constexpr int kOtherBytes = 1024;
-  static constexpr int kStages = (kSharedBytes - kOtherBytes) / kStageBytes;
-  static_assert(kStages >= 3);
-
-  // Codes first: their rows' swizzle wants 1024 bytes.
-  static constexpr int kBAt = kStages * kABytes;
-  static constexpr int kAScalesAt = kBAt + kStages * kBBytes;
-  static constexpr int kBScalesAt = kAScalesAt + kStages * kAScaleBytes;
-  static constexpr int kControlAt = kBScalesAt + kStages * kBScaleBytes;
-
-  static constexpr int kFullAt = kControlAt;
-  static constexpr int kEmptyAt = kFullAt + kStages * 8;
-  static constexpr int kWorkFullAt = kEmptyAt + kStages * 8;
-  static constexpr int kWorkEmptyAt = kWorkFullAt + kWorkSlots * 8;
-  static constexpr int kWorkAt = kWorkEmptyAt + kWorkSlots * 8;
-  static_assert(kWorkAt % 16 == 0 && sizeof(TileWork) == 32);
-  static_assert(kWorkAt + kWorkSlots * 32 <= kSharedBytes);
-
-  // Where the ring's barriers and work slots lie in shared memory that begins at `shared`.
-  __device__ static sm90::Barrier full(uint32_t shared, int i) {
-    return {shared + kFullAt + 8 * i};
-  }
-  __device__ static sm90::Barrier empty(uint32_t shared, int i) {
-    return {shared + kEmptyAt + 8 * i};
-  }
-  __device__ static sm90::Barrier work_full(uint32_t shared, int i) {
-    return {shared + kWorkFullAt + 8 * i};
-  }
-  __device__ static sm90::Barrier work_empty(uint32_t shared, int i) {
-    return {shared + kWorkEmptyAt + 8 * i};
-  }
-  __device__ static uint32_t work(uint32_t shared, int i) { return shared + kWorkAt + 32 * i; }
-};
-
-/// A place in a ring of kCount, and the parity of its phase.
-template <int kCount>
-struct RingPlace {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance() {
-    if (++index == kCount) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 /// Copies what this block's tiles need, by one warp.
 template <GroupsAlong kAlong, typename Shape>
@@ -99,7 +33,7 @@ __device__ void copy_operands(const GroupedGemmArguments& arguments, uint32_t sh
     if (leads) {
       Shape::work_empty(shared, slot.index).wait(slot.parity ^ 1);
       const uint32_t to = Shape::work(shared, slot.index);
-      sm90::store_shared_words(to, make_int4(work.a_row, work.b_row, work.d_row, work.column));
+      sm90::store_shared_words(to, make_int4(work.a_row, work.matrix, work.d_row, work.column));
       sm90::store_shared_words(to + 16,
                                make_int4(work.rows, work.k_block, work.k_blocks, work.scale));
       Shape::work_full(shared, slot.index).arrive();
@@ -108,19 +42,27 @@ __device__ void copy_operands(const GroupedGemmArguments& arguments, uint32_t sh
     if (leads) {
       for (int k = work.k_block; k < work.k_block + work.k_blocks; ++k, stage.advance()) {
         const int i = stage.index;
-        const sm90::Barrier full = Shape::full(shared, i);
+        const sm90::Barrier copied = Shape::copied(shared, i);
         Shape::empty(shared, i).wait(stage.parity ^ 1);
-        full.arrive_and_expect(Shape::kCopiedBytes);
-        sm90::copy_tile(shared + i * Shape::kABytes, arguments.a, k * kDepth, work.a_row, full);
-        sm90::copy_tile(shared + Shape::kBAt + i * Shape::kBBytes, arguments.b, k * kDepth,
-                        work.b_row, full);
+        copied.arrive_and_expect(Shape::kCopiedBytes);
+        sm90::copy_tile(shared + i * Shape::kABytes, arguments.a, k * kDepth, work.a_row, copied);
+        const uint32_t b = shared + Shape::kBAt + i * Shape::kBBytes;
+        if constexpr (Shape::kTransposesB) {
+#pragma unroll
+          for (int square = 0; square < Shape::kColumns / 128; ++square) {
+            sm90::copy_tile(b + square * 128 * kDepth, arguments.b, work.column + square * 128,
+                            k * kDepth, work.matrix, copied);
+          }
+        } else {
+          sm90::copy_tile(b, arguments.b, k * kDepth, work.column, work.matrix, copied);
+        }
         if constexpr (Shape::kCopiesAScales) {
           sm90::copy_tile(shared + Shape::kAScalesAt + i * Shape::kAScaleBytes, arguments.a_scales,
-                          work.a_row / kScaleMargin * (kScaleMargin / 2), k, full);
+                          work.a_row / kScaleMargin * (kScaleMargin / 2), k, copied);
         }
         if constexpr (Shape::kRowScales) {
           sm90::copy_tile(shared + Shape::kBScalesAt + i * Shape::kBScaleBytes, arguments.b_scales,
-                          work.b_row, k, full);
+                          work.column, k, copied);
         }
       }
     }
@@ -202,12 +144,46 @@ class Multiplier {
           for (int i = 0; i < sm90::kSums; ++i) total[wave][i] *= by;
         }
       }
+    } else if constexpr (kScales == ColumnScales::kVector) {
+      if (k_blocks > 0) multiply_by_vectors(total, work, column);
     }
     const int64_t first = static_cast<int64_t>(work.d_row + first_row_) * arguments_.n + column;
     if (arguments_.n % 8 == 0) {
       store<true>(total, first, work.rows - first_row_, columns, waves);
     } else {
       store<false>(total, first, work.rows - first_row_, columns, waves);
+    }
+  }
+
+  /// By scales of rows and columns of D, or of the whole group.
+  __device__ void multiply_by_vectors(float (&total)[kWaves][sm90::kSums], const TileWork& work,
+                                      int column) const {
+    const float* of_rows = arguments_.a_row_vector;
+    const float* of_columns = arguments_.b_row_vector;
+    const float of_a = of_rows == nullptr ? arguments_.a_group_scales[work.scale] : 1.f;
+    const float of_b = of_columns == nullptr ? arguments_.b_group_scales[work.scale] : 1.f;
+    const int own_row = first_row_ + static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+    const int own_column = column + 2 * (lane_ % 4);
+    float rows[kWaves][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kWaves; ++i) {
+      const int row = own_row + lane_ / 4 + i / 2 * kWaveRows + i % 2 * 8;
+      const bool is_one = of_rows != nullptr && row < work.rows;
+      rows[i / 2][i % 2] = is_one ? __ldg(of_rows + work.d_row + row) : of_a;
+    }
+    if (of_columns != nullptr) of_columns += static_cast<int64_t>(work.scale) * arguments_.n;
+#pragma unroll
+    for (int i = 0; i < sm90::kSums / 2; ++i) {
+      const int at = own_column + i / 2 * 8 + i % 2;
+      const bool is_one = of_columns != nullptr && at < arguments_.n;
+      const float by = is_one ? __ldg(of_columns + at) : of_b;
+#pragma unroll
+      for (int wave = 0; wave < kWaves; ++wave) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          total[wave][i / 2 * 4 + half * 2 + i % 2] *= rows[wave][half] * by;
+        }
+      }
     }
   }
 
@@ -352,30 +328,35 @@ class Multiplier {
   bool is_full_ = false;  // the stage at stage_, as far as is known
 };
 
-template <GroupsAlong kAlong, ColumnScales kScales, int kRows, bool kWideA>
+template <GroupsAlong kAlong, ColumnScales kScales, int kRows, bool kWideA, bool kTransposesB>
 __global__ void __launch_bounds__(kGroupedThreads, 1)
     grouped_gemm(const __grid_constant__ GroupedGemmArguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = GroupedShape<kRows, kScales>;
+  using Shape = GroupedShape<kRows, kScales, kTransposesB>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t at = sm90::shared_address(shared);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) {
     constexpr int kWarps = kWorkers / 32;
     for (int i = 0; i < Shape::kStages; ++i) {
-      Shape::full(at, i).init(1);
+      if constexpr (kTransposesB) Shape::copied(at, i).init(1);
+      Shape::full(at, i).init(kTransposesB ? kTransposers : 1);
       Shape::empty(at, i).init(kWarps);
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       Shape::work_full(at, i).init(1);
-      Shape::work_empty(at, i).init(kWarps);
+      Shape::work_empty(at, i).init(kTransposesB ? kWarps + kTransposers : kWarps);
     }
     sm90::publish_barriers();
   }
   __syncthreads();
   if (warp >= kWorkers / 32) {
     sm90::give_registers<40>();
-    if (warp == kWorkers / 32) copy_operands<kAlong, Shape>(arguments, at);
+    if (warp == kWorkers / 32) {
+      copy_operands<kAlong, Shape>(arguments, at);
+    } else if constexpr (kTransposesB) {
+      transpose_operands<Shape>(at, warp - kWorkers / 32 - 1);
+    }
   } else {
     sm90::take_registers<232>();
     Multiplier<kScales, kWideA, Shape>(arguments, at).run();
@@ -385,9 +366,9 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 #endif
 }
 
-template <GroupsAlong kAlong, ColumnScales kScales, int kRows, bool kWideA>
+template <GroupsAlong kAlong, ColumnScales kScales, int kRows, bool kWideA, bool kTransposesB>
 cudaError_t launch(const GroupedGemmArguments& arguments, cudaStream_t stream) {
-  const auto kernel = grouped_gemm<kAlong, kScales, kRows, kWideA>;
+  const auto kernel = grouped_gemm<kAlong, kScales, kRows, kWideA, kTransposesB>;
   int device = 0;
   int multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -407,15 +388,15 @@ cudaError_t launch(const GroupedGemmArguments& arguments, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <GroupsAlong kAlong, ColumnScales kScales, bool kWideA = false>
+template <GroupsAlong kAlong, ColumnScales kScales, bool kWideA = false, bool kTransposesB = false>
 cudaError_t launch_rows(const GroupedGemmArguments& arguments, int tile_rows, cudaStream_t stream) {
   switch (tile_rows) {
     case 64:
-      return launch<kAlong, kScales, 64, kWideA>(arguments, stream);
+      return launch<kAlong, kScales, 64, kWideA, kTransposesB>(arguments, stream);
     case 128:
-      return launch<kAlong, kScales, 128, kWideA>(arguments, stream);
+      return launch<kAlong, kScales, 128, kWideA, kTransposesB>(arguments, stream);
     case 256:
-      return launch<kAlong, kScales, 256, kWideA>(arguments, stream);
+      return launch<kAlong, kScales, 256, kWideA, kTransposesB>(arguments, stream);
   }
   return cudaErrorInvalidValue;
 }

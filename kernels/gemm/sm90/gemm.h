@@ -2,7 +2,7 @@
 // device. Plain memory: no torch.
 #pragma once
 
-#include "kernels/grouped/kernels.h"
+#include "kernels/gemm/sm90/kernels.h"
 
 namespace qshard::cuda {
 
@@ -15,9 +15,14 @@ struct GroupedCodes {
   // One for each row and 128 codes: (ceil(columns / 128), scale_ld), 16-byte aligned. Null: B's are
   // GroupedGemm::square_scales, or both have group_scales.
   const float* scales = nullptr;
-  int64_t scale_ld = 0;                 // a multiple of 4, at least `rows`
-  const float* group_scales = nullptr;  // (groups,): one for each; of both operands or of none
-  bool is_wide = false;                 // E5M2
+  int64_t scale_ld = 0;  // a multiple of 4, at least `rows`
+  // One for each group, (groups,), or one for each row: of A (T,), or (groups, m) where groups are
+  // along the contraction, of B (groups, n). Both operands have one of these, or none has.
+  const float* group_scales = nullptr;
+  const float* row_vector = nullptr;
+  bool is_wide = false;  // E5M2
+
+  bool has_constant_scales() const { return group_scales != nullptr || row_vector != nullptr; }
 };
 
 /// Scales of 128x128 blocks of B wherever they lie: distances from one group to the next, from 128
@@ -30,8 +35,8 @@ struct SquareScales {
 };
 
 /// Groups along rows: D (T, n) with rows [offs[e - 1], offs[e]) = those of A (T, k) @ B[e]^T, where
-/// B has b_rows rows for each group, the first n of which are multiplied; rows from offs[-1] on are
-/// zero.
+/// the first n of B's rows for each group are multiplied; rows from offs[-1] on are zero. With
+/// `transposes_b`, they are those of A @ B[e], whose first n columns are multiplied.
 /// Groups along the contraction: D (groups, m, n), D[e] = A[:, e] @ B[:, e]^T of A (m, T') and
 /// B (n, T'), where a group's columns begin at a multiple of 128 and are zero up to the next one's.
 /// Ends are clamped: to T, and to the one before.
@@ -44,7 +49,7 @@ struct GroupedGemm {
   int64_t groups = 0;
   int64_t total = 0;  // T
   int64_t n = 0;
-  int64_t b_rows = 0;               // rows of B of each group, where groups cut rows; at least n
+  bool transposes_b = false;        // groups along rows: B is (groups, k, at least n)
   void* d = nullptr;                // 16-byte aligned
   DType d_type = DType::kBFloat16;  // or kFloat32, kFloat16
   bool adds = false;  // groups along the contraction: D += the product, which is rounded before. A

@@ -1,4 +1,4 @@
-#include "kernels/grouped/gemm_sm90.cuh"
+#include "kernels/gemm/sm90/gemm.cuh"
 
 namespace qshard::cuda {
 
