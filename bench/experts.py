@@ -4,10 +4,12 @@
 
 Forward, dgrad and wgrad of `_grouped_gemm`, scales in blocks, each next to bf16 torch._grouped_mm;
 forward also next to torch's FP8 with a scale per row, and to one cuBLASLt call per expert with
-scales in blocks. dgrad transposes the codes of all experts first, whose share is a row of its own.
+scales in blocks. dgrad transposes matrices as it goes; what that costs is a row of its own: the difference to
+transposed ones.
 wgrad with an input's columns in squares and in 1x128. Uneven: groups of 0.7 to 1.3 of the mean, beside
 even ones. Linear: forward and backward of `grouped_linear`, quantization of what it multiplies included,
-next to those of bf16 F.grouped_mm; mlp: three of them with SiLU, and what is kept for backward. Random
+next to those of bf16 F.grouped_mm; mlp: three of them with SiLU, and what is kept for backward; dense:
+one matrix, next to cuBLASLt. Random
 normal values. The functions take turns, in bursts of some ms, so that all run at
 the power limit.
 """
@@ -284,9 +286,46 @@ def mlp(shape) -> Iterator[Row]:
     yield Row("kept for its backward, of three", size, kept["codes"], kept["bf16"], "MiB")
 
 
+def dense(shape) -> Iterator[Row]:
+    tokens, n, k = shape
+    x, gradient, weight = randn(tokens, k), randn(tokens, n), randn(n, k)
+    offs = even_ends(1, tokens)
+    of_x, of_gradient = by_rows(x), by_rows(gradient)
+    codes, scales = by_squares(weight)
+    stack = codes[None], scales[None]
+    columns, squares = by_rows(gradient.t().contiguous()), by_squares(x.t().contiguous())
+    transposed = codes.view(torch.uint8).t().contiguous().view(E4M3), scales.t().contiguous()
+
+    def cublaslt(a, b):
+        blocks = b[1].shape[1]
+        of_b = F.pad(b[1], (0, -blocks % 4))[:, :blocks].t()
+        return lambda: torch._scaled_mm(a[0], b[0].t(), a[1].t(), of_b, out_dtype=BF16)
+
+    times = burst_times({
+        "forward": lambda: ops._grouped_gemm(*of_x, *stack, offs),
+        "forward, cuBLASLt": cublaslt(of_x, (codes, scales)),
+        "dgrad": lambda: ops._grouped_gemm(
+            *of_gradient, transposed[0][None], transposed[1][None], offs
+        ),
+        "dgrad, cuBLASLt": cublaslt(of_gradient, transposed),
+        "wgrad": lambda: ops._grouped_gemm(*columns, *squares, offs, tokens=tokens),
+        "wgrad, cuBLASLt": cublaslt(columns, squares),
+    })  # fmt: skip
+    for direction in ("forward", "dgrad", "wgrad"):
+        yield Row(f"dense {direction} / cuBLASLt", f"{tokens}: {n}, {k}", times[direction],
+                  times[f"{direction}, cuBLASLt"], "µs", at_most(0.97))
+
+
 MEASURE = {
-    "forward": forward, "dgrad": dgrad, "wgrad": wgrad, "uneven": uneven, "linear": linear, "mlp": mlp
+    "forward": forward, "dgrad": dgrad, "wgrad": wgrad, "uneven": uneven, "linear": linear, "mlp": mlp,
+    "dense": dense,
 }  # fmt: skip
+# tokens, N, K of one matrix
+DENSE = [
+    (tokens, n, k)
+    for tokens in (2048, 8192, 16384)
+    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096))
+]
 # experts, rows of each, hidden, width of the MLP
 MLPS = [(32, 2048, 4096, 1536), (128, 512, 2048, 768), (8, 4096, 4096, 7168)]
 
@@ -303,7 +342,8 @@ def main():
     torch.manual_seed(0)
     results = Results("qshard experts", args.seconds)
     for section in args.only:
-        for shape in MLPS if section == "mlp" else [SHAPES[i] for i in args.shapes]:
+        shapes = {"mlp": MLPS, "dense": DENSE}.get(section, [SHAPES[i] for i in args.shapes])
+        for shape in shapes:
             results.add(f"{section} {shape}", lambda: MEASURE[section](shape))
             torch.cuda.empty_cache()
     results.save(args.json)

@@ -4,12 +4,69 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels/device/check_launch.h"
+#include "kernels/device/compute_capability.h"
+#include "kernels/format/layout.h"
 #include "kernels/format/value_dtype.h"
+#include "kernels/gemm/sm90/gemm.h"
 
 namespace qshard::cuda {
 namespace {
 
 bool has_row_scales(const ScaledOperand& operand) { return operand.scale_mode == ScaleMode::kRow; }
+
+/// In blocks, 1x128 codes of a and either of b, without what only cuBLASLt adds. Hopper's grouped
+/// GEMM multiplies these as one group in 0.93 to 1.0 of cuBLASLt's time, to the same bits (one
+/// H200, bench/results/2026-11-29-h200.md); where fewer codes are contracted, cuBLASLt is as fast.
+bool is_for_grouped_gemm(const ScaledGemm& gemm) {
+  constexpr int64_t kLeastContracted = 2048;
+  const ScaleMode b = gemm.b.scale_mode;
+  return gemm.a.scale_mode == ScaleMode::kBlock1x128 && gemm.k >= kLeastContracted &&
+         (b == ScaleMode::kBlock128x128 || b == ScaleMode::kBlock1x128) && gemm.bias == nullptr &&
+         gemm.alpha_zero == nullptr && (gemm.added == nullptr || gemm.added == gemm.out);
+}
+
+/// Returns false, having launched nothing, for sizes and alignments that it does not take.
+bool multiplied_as_one_group(const ScaledGemm& gemm) {
+  const auto codes_of = [&](const ScaledOperand& operand, bool in_squares) {
+    GroupedCodes codes{static_cast<const uint8_t*>(operand.codes), operand.rows, gemm.k,
+                       operand.ld};
+    if (!in_squares) {
+      codes.scales = static_cast<const float*>(operand.scale_inv);
+      codes.scale_ld = operand.rows;
+    }
+    return codes;
+  };
+  const bool in_squares = gemm.b.scale_mode == ScaleMode::kBlock128x128;
+  GroupedGemm one;
+  one.a = codes_of(gemm.a, /*in_squares=*/false);
+  one.b = codes_of(gemm.b, in_squares);
+  if (in_squares) {
+    one.square_scales = {static_cast<const float*>(gemm.b.scale_inv), 0,
+                         round_up(ceil_div(gemm.k, 128), 4), 1};
+  }
+  one.along = GroupsAlong::kContraction;
+  one.groups = 1;
+  one.total = gemm.k;
+  one.n = gemm.b.rows;
+  one.d = gemm.out;
+  one.d_type = gemm.out_dtype;
+  one.adds = gemm.added != nullptr;
+  if (reinterpret_cast<uintptr_t>(gemm.out) % 16 != 0) return false;
+  const cudaError_t error =
+      grouped_gemm_sm90(one, tile_rows_for(one), c10::cuda::getCurrentCUDAStream());
+  if (error == cudaErrorInvalidValue) return false;
+  check_launch(error);
+  return true;
+}
+
+bool multiplied(const ScaledGemm& gemm, at::Device device) {
+  return (is_for_grouped_gemm(gemm) && compute_capability(device) == 90 &&
+          multiplied_as_one_group(gemm)) ||
+         scaled_gemm(gemm);
+}
 
 at::Tensor row_scales_of(const ScaledOperand& operand, const at::TensorOptions& options) {
   auto* scales = const_cast<void*>(operand.scale_inv);  // which is read alone
@@ -39,7 +96,7 @@ at::Tensor scaled_mm(ScaledGemm gemm, int64_t rows, int64_t cols,
     gemm.out_dtype = value_dtype(out_dtype);
     gemm.bias = has_bias ? bias->const_data_ptr() : nullptr;
     gemm.added = has_added ? added.const_data_ptr() : nullptr;
-    return scaled_gemm(gemm) ? out : at::Tensor();
+    return multiplied(gemm, options.device()) ? out : at::Tensor();
   };
   at::Tensor out = has_bias || has_added ? run(dtype) : at::Tensor();
   if (!out.defined()) {
@@ -72,7 +129,7 @@ bool scaled_addmm(ScaledGemm gemm, const at::Tensor& out) {
   gemm.out = out.mutable_data_ptr();
   gemm.out_dtype = value_dtype(out.scalar_type());
   gemm.added = gemm.out;
-  return scaled_gemm(gemm);
+  return multiplied(gemm, out.device());
 }
 
 }  // namespace qshard::cuda

@@ -9,6 +9,7 @@ namespace qshard::cuda {
 namespace {
 
 constexpr int64_t kDepth = 128;
+constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200; taller tiles would leave some idle
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
@@ -77,7 +78,9 @@ bool fits_int(int64_t size) { return size <= std::numeric_limits<int>::max(); }
 int tile_rows_for(const GroupedGemm& gemm) {
   if (gemm.along == GroupsAlong::kContraction) {
     const int64_t rows = gemm.a.rows;
-    return rows <= 64 ? 64 : rows <= 128 ? 128 : 256;
+    if (rows <= 128) return rows <= 64 ? 64 : 128;
+    const int64_t tiles = ceil_div(rows, 256) * ceil_div(gemm.n, columns_of_tile(256));
+    return tiles * gemm.groups < kMultiprocessors ? 128 : 256;
   }
   // Measured with even loads and with those of 0.7 to 1.3 of the mean, of which tall tiles leave
   // more unused. Low tiles have B transposed more often; otherwise 128 rows were the best at no

@@ -45,7 +45,7 @@ struct GroupedGemm {
   GroupedCodes b;
   SquareScales square_scales;
   GroupsAlong along = GroupsAlong::kRows;
-  const int32_t* offs = nullptr;  // (groups,), on the device
+  const int32_t* offs = nullptr;  // (groups,), on the device; null: one group of all
   int64_t groups = 0;
   int64_t total = 0;  // T
   int64_t n = 0;

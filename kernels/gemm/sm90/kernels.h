@@ -34,7 +34,7 @@ struct GroupedGemmArguments {
   CUtensorMap a_scales;
   CUtensorMap b;                  // matrices; boxes (1, tile columns, 128), or (1, 128, 128)
   CUtensorMap b_scales;           // kRow: boxes (1, tile columns)
-  const int32_t* offs = nullptr;  // (groups,)
+  const int32_t* offs = nullptr;  // (groups,); null: one group of all
   int groups = 0;
   int total = 0;     // T: no group ends beyond it
   int m = 0;         // kContraction: rows of A, and of each D

@@ -74,7 +74,10 @@ class TileWalk {
   /// This lane's group: its end, and tiles and contracted blocks up to its own.
   __device__ void load() {
     const int group = first_ + lane_;
-    int end = group < arguments_.groups ? __ldg(arguments_.offs + group) : arguments_.total;
+    int end = arguments_.total;
+    if (group < arguments_.groups && arguments_.offs != nullptr) {
+      end = __ldg(arguments_.offs + group);
+    }
     if (group >= arguments_.groups && kAlong == GroupsAlong::kContraction) end = 0;
     end = min(max(end, row_before_), arguments_.total);
     end_ = scan(end, [](int a, int b) { return max(a, b); });
