@@ -27,7 +27,8 @@ int64_t Placement::amaxes_of_full_tensor() const {
 
 /// Whether other ranks hold columns of rows that have one scale.
 bool Placement::cuts_scaled_rows() const {
-  return layout_.format->scale.is_of_row() && knows_groups() && !groups().columns.empty();
+  const ScaleLevel& scale = layout_.format->scale;
+  return scale.is_in_grid() && scale.is_of_row() && knows_groups() && !groups().columns.empty();
 }
 
 bool Placement::ranks_own_their_blocks() const {

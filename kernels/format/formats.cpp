@@ -35,10 +35,11 @@ constexpr Format of_float8(std::string_view name, const ScaleLevel& scale,
 }
 
 // One fp32 scale for a matrix.
-constexpr Format of_one_scale(std::string_view name, bool power_of_two) {
+constexpr Format of_one_scale(std::string_view name, bool power_of_two, const Format* row_format) {
   const ActivationCodes activations{.input_dtype = kE4M3,
                                     .gradient_dtype = kE5M2,
                                     .power_of_two_scales = power_of_two,
+                                    .row_format = row_format,
                                     .packed_input_dtype = kE4M3,
                                     .packed_gradient_dtype = kE5M2,
                                     .packed_rows = ScaleMode::kTensor,
@@ -55,7 +56,7 @@ constexpr Format of_one_scale(std::string_view name, bool power_of_two) {
 
 // Delayed scaling: the scale follows the amaxes of earlier steps.
 constexpr Format of_delayed_scale(std::string_view name) {
-  Format format = of_one_scale(name, /*power_of_two=*/false);
+  Format format = of_one_scale(name, /*power_of_two=*/false, nullptr);
   format.amax_history = {.length = 1024};
   return format;
 }
@@ -88,16 +89,21 @@ constexpr Format of_blocks(std::string_view name, bool power_of_two, const Forma
                    activations, gemm);
 }
 
+// Packed codes of E4M3 with a scale for a token and for a feature.
+constexpr ActivationCodes in_rows(bool power_of_two, const Format* row_format) {
+  return {.input_dtype = kE4M3,
+          .gradient_dtype = kE4M3,
+          .power_of_two_scales = power_of_two,
+          .row_format = row_format,
+          .packed_input_dtype = kE4M3,
+          .packed_gradient_dtype = kE4M3,
+          .packed_rows = ScaleMode::kRow,
+          .packed_input_columns = ScaleMode::kRow,
+          .packed_gradient_columns = ScaleMode::kRow};
+}
+
 // An fp32 scale for a row of a weight, for a token and for a feature of what meets it.
-constexpr Format of_rows(std::string_view name, bool power_of_two) {
-  const ActivationCodes activations{.input_dtype = kE4M3,
-                                    .gradient_dtype = kE4M3,
-                                    .power_of_two_scales = power_of_two,
-                                    .packed_input_dtype = kE4M3,
-                                    .packed_gradient_dtype = kE4M3,
-                                    .packed_rows = ScaleMode::kRow,
-                                    .packed_input_columns = ScaleMode::kRow,
-                                    .packed_gradient_columns = ScaleMode::kRow};
+constexpr Format of_rows(std::string_view name, bool power_of_two, const Format* row_format) {
   const GemmPairing gemm{
       .kind = GemmKind::kPacked,
       .scale_mode = ScaleMode::kRow,
@@ -106,7 +112,8 @@ constexpr Format of_rows(std::string_view name, bool power_of_two) {
       .first_capability = 90,
       .last_capability = 90,
       .devices = "FP8 GEMMs with a scale per row run on compute capability 9.0 (Hopper) only"};
-  return of_float8(name, {.block_rows = 1, .power_of_two = power_of_two}, activations, gemm);
+  return of_float8(name, {.block_rows = 1, .power_of_two = power_of_two},
+                   in_rows(power_of_two, row_format), gemm);
 }
 
 constexpr GemmPairing of_row_images(ScaleMode scale_mode, bool transposes_weight) {
@@ -145,22 +152,21 @@ constexpr Format of_nvfp4(std::string_view name, int64_t block_rows, const Forma
           .gemm = of_row_images(ScaleMode::kBlock1x16, block_rows == 16)};
 }
 
-// Rows that meet 128x128 blocks of a weight: the packed codes of 1x128 and their scales, as E8M0.
-constexpr Format of_rows_of_blocks(std::string_view name, int index, const Format* itself) {
-  ActivationCodes activations = in_blocks_of_1x128(/*power_of_two=*/true);
-  activations.row_format = itself;
+// Rows of activations that are sent: packed codes and their scales, as E8M0, one for `block_cols`.
+constexpr Format of_sent_rows(std::string_view name, int index, int64_t block_cols,
+                              const ActivationCodes& activations) {
   const ScaleLevel scale{.dtype = kE8M0,
                          .block_rows = 1,
-                         .block_cols = 128,
+                         .block_cols = block_cols,
                          .place = ScalePlace::kRows,
                          .power_of_two = true,
                          .as_fp32 = true};
   const GemmPairing gemm{.kind = GemmKind::kRowImages,
-                         .scale_mode = ScaleMode::kBlock1x128,
+                         .scale_mode = activations.packed_rows,
                          .transposes_weight = false,
                          .first_capability = kAnyLaterCapability,
                          .last_capability = 0,
-                         .devices = "no device has GEMMs of weights with a scale for 1x128"};
+                         .devices = "no device has GEMMs of weights in a format of activations"};
   Format format = of_float8(name, scale, activations, gemm);
   format.index = index;
   return format;
@@ -174,7 +180,15 @@ constexpr Format kMxfp8Rows = [] {
   format.index = 8;
   return format;
 }();
-constexpr Format kFloat8Rows = of_rows_of_blocks("float8_1x128", 11, &kFloat8Rows);
+// To meet weights in blocks of 128x128.
+constexpr Format kFloat8RowsOfBlocks = [] {
+  ActivationCodes activations = in_blocks_of_1x128(/*power_of_two=*/true);
+  activations.row_format = &kFloat8RowsOfBlocks;
+  return of_sent_rows("float8_1x128", 11, 128, activations);
+}();
+// To meet weights with one scale, or one for each row.
+constexpr Format kFloat8Rows =
+    of_sent_rows("float8_1xK", 12, 0, in_rows(/*power_of_two=*/true, &kFloat8Rows));
 constexpr Format kNvfp4Rows = of_nvfp4("nvfp4_1x16", 1, nullptr);
 constexpr Format kNvfp4RowsFourOverSix = [] {
   Format format = of_nvfp4("nvfp4_1x16[4over6]", 1, nullptr);
@@ -184,12 +198,12 @@ constexpr Format kNvfp4RowsFourOverSix = [] {
 
 constexpr std::array kFormats = [] {
   std::array formats = {
-      of_one_scale("float8_tensorwise", /*power_of_two=*/true),
-      of_one_scale("float8_tensorwise_fp32_scale", /*power_of_two=*/false),
+      of_one_scale("float8_tensorwise", /*power_of_two=*/true, nullptr),
+      of_one_scale("float8_tensorwise_fp32_scale", /*power_of_two=*/false, nullptr),
       of_delayed_scale("float8_delayed"),
-      of_rows("float8_rowwise", /*power_of_two=*/true),
-      of_rows("float8_rowwise_fp32_scale", /*power_of_two=*/false),
-      of_blocks("float8_blockwise", /*power_of_two=*/true, &kFloat8Rows),
+      of_rows("float8_rowwise", /*power_of_two=*/true, nullptr),
+      of_rows("float8_rowwise_fp32_scale", /*power_of_two=*/false, nullptr),
+      of_blocks("float8_blockwise", /*power_of_two=*/true, &kFloat8RowsOfBlocks),
       of_blocks("float8_blockwise_fp32_scale", /*power_of_two=*/false, nullptr),
       of_mxfp8("mxfp8", 32, 32, ScalePlace::kRows, &kMxfp8Rows),
       of_mxfp8("mxfp8_1x32", 1, 32, ScalePlace::kRows, &kMxfp8Rows),
@@ -203,7 +217,9 @@ constexpr std::array kFormats = [] {
   return formats;
 }();
 static_assert(kFormats[kMxfp8Rows.index].name == "mxfp8_1x32" &&
-              kFormats.size() == kFloat8Rows.index && kBaseFormats == kFloat8Rows.index + 1);
+              kFormats.size() == kFloat8RowsOfBlocks.index &&
+              kFloat8RowsOfBlocks.index + 1 == kFloat8Rows.index &&
+              kBaseFormats == kFloat8Rows.index + 1);
 
 // Whether inputs that wgrad reads may have blocks of 1x128 or of 128x128.
 bool chooses_input_blocks(const Format& base) {
@@ -223,7 +239,9 @@ const Format& find_base(std::string_view name) {
     if (format.name == name) return format;
     known.push_back(format.name);
   }
-  if (name == kFloat8Rows.name) return kFloat8Rows;
+  for (const Format* rows : {&kFloat8RowsOfBlocks, &kFloat8Rows}) {
+    if (rows->name == name) return *rows;
+  }
   throw std::invalid_argument(fmt::format("unknown format '{}'; known formats: {}",
                                           shown_name(name), fmt::join(known, ", ")));
 }
@@ -347,7 +365,9 @@ const Format& base_of(std::string_view name) { return find_base(name.substr(0, n
 std::span<const Format> formats() { return kFormats; }
 
 const Format& base_format(int index) {
-  return index == kFloat8Rows.index ? kFloat8Rows : kFormats[static_cast<size_t>(index)];
+  if (index == kFloat8Rows.index) return kFloat8Rows;
+  return index == kFloat8RowsOfBlocks.index ? kFloat8RowsOfBlocks
+                                            : kFormats[static_cast<size_t>(index)];
 }
 
 Format parse_format(std::string_view name) {

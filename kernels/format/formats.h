@@ -45,7 +45,7 @@ struct ScaleLevel {
   bool as_fp32 = false;
 
   constexpr bool spans_matrix() const { return block_rows == 0 && block_cols == 0; }
-  /// Whether each row has one scale, which columns on other ranks share.
+  /// Whether each row has one scale; in the grid, columns on other ranks share it.
   constexpr bool is_of_row() const { return block_rows == 1 && block_cols == 0; }
   constexpr bool is_in_grid() const { return place == ScalePlace::kGrid; }
   /// Whether a block begins at this row of a matrix.
@@ -163,9 +163,9 @@ struct Format {
 
 /// All formats of weights without their variants, in a fixed order.
 std::span<const Format> formats();
-/// The formats that others are variants of: formats(), then float8_1x128, which activations alone
-/// have.
-constexpr int kBaseFormats = 12;
+/// The formats that others are variants of: formats(), then float8_1x128 and float8_1xK, which
+/// activations alone have.
+constexpr int kBaseFormats = 13;
 const Format& base_format(int index);
 
 /// The format of a name and of options in brackets, such as `nvfp4[stochastic]` or

@@ -157,7 +157,7 @@ def from_row_image(
     alias.
 
     image: plain uint8 (rows, bytes of a row), with any strides, on cpu, cuda or meta.
-    format: theirs, `float8_1x128` or `mxfp8_1x32[rowwise]`.
+    format: theirs, `float8_1x128`, `float8_1xK` or `mxfp8_1x32[rowwise]`.
     columns: elements of a row.
     dtype: of the tensor, float32, bfloat16 or float16.
 

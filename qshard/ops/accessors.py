@@ -71,11 +71,11 @@ def columnwise_scale_inv(self: Tensor) -> Tensor:
 def row_image(self: Tensor) -> Tensor:
     """The rows as bytes, to be sent or picked: uint8 (rows, bytes of a row), an alias. A row holds its codes,
     zeros to a multiple of 16 bytes, one E8M0 byte for each block, and zeros to a multiple of 16:
-    1.03 bytes an element. `from_row_image` takes any selection of such rows in.
+    up to 1.03 bytes an element. `from_row_image` takes any selection of such rows in.
 
-    Only where rows stand for themselves alone: `float8_1x128` and `mxfp8_1x32[rowwise]`, the formats that
-    `format_info` has as `row_format` of the activations of float8_blockwise and MXFP8 weights. Raises
-    ValueError for other formats. Other errors, and what a write of the bytes does: as `codes`.
+    Only where rows stand for themselves alone: `float8_1x128`, `float8_1xK` and `mxfp8_1x32[rowwise]`, the
+    formats that `format_info` has as `row_format` of the activations of weights. Raises ValueError for other
+    formats. Other errors, and what a write of the bytes does: as `codes`.
     """
     return _ops.row_image(_local(self, "row_image"))
 

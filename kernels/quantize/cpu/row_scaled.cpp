@@ -1,4 +1,4 @@
-// Formats whose block scales are bytes in the row image (MXFP8, NVFP4).
+// Formats whose block scales are bytes in the row image (MXFP8, NVFP4, rows that are sent).
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -12,6 +12,12 @@
 
 namespace qshard::cpu {
 namespace {
+
+// Columns of a block.
+int64_t block_width(const Layout& layout) {
+  const int64_t width = layout.format->scale.block_cols;
+  return width == 0 ? layout.cols : width;
+}
 
 // Rows [begin, end) of one block row of `range`, the block row that holds row `begin`.
 int64_t end_of_block_row(const Layout& layout, const RowRange& range, int64_t begin) {
@@ -44,7 +50,7 @@ void block_amax(const QuantizeTask& task, int64_t begin, int64_t end,
   for (int64_t row = begin; row < end; ++row) {
     fold(value_row(task, row), layout.cols, columns.data());
   }
-  const int64_t width = layout.format->scale.block_cols;
+  const int64_t width = block_width(layout);
   for (size_t j = 0; j < blocks.size(); ++j) {
     const auto first = columns.begin() + static_cast<int64_t>(j) * width;
     const int64_t count = std::min(width, layout.cols - static_cast<int64_t>(j) * width);
@@ -93,7 +99,7 @@ template <bool kByColumn, typename Encode>
 void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode& encode) {
   const Layout& layout = task.layout;
   const Format& format = *layout.format;
-  const int64_t width = format.scale.block_cols;
+  const int64_t width = block_width(layout);
   const int64_t block_value_bytes = width * value_size(task.value_dtype);
   const int64_t block_code_bytes = width * format.code_bits / 8;
   const RowScale kind = row_scale_of(format.scale);
@@ -215,7 +221,7 @@ void quantize_row_scaled(std::span<const QuantizeTask> tasks) {
   parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
     if (!range.is_live()) return write_zeros(task, range);
-    if (task.layout.format->scale.block_cols > 1) {
+    if (task.layout.format->scale.block_cols != 1) {
       with_encoder(task, range, task.value_dtype,
                    [&](const auto& encode) { quantize_rows<false>(task, range, encode); });
     } else {
@@ -239,7 +245,7 @@ void dequantize_row_scaled(std::span<const DequantizeTask> tasks) {
     const auto type = static_cast<int>(task.value_dtype);
     const auto decode =
         format.code_dtype == DType::kFloat4E2M1 ? kernels.decode_fp4[type] : kernels.decode[type];
-    const int64_t width = format.scale.block_cols;
+    const int64_t width = block_width(layout);
     const RowScale kind = row_scale_of(format.scale);
     const float tensor_scale_inv =
         format.outer_scale ? task.grid[layout.grid_row(range.logical_row)] : 1.f;

@@ -36,8 +36,12 @@ int amax_blocks(const RowScaledTask& task) { return tile_count(task); }
 cudaError_t launch_amax(const RowScaledFlushBatch& batch, const Format& format, DType value_dtype,
                         cudaStream_t stream) {
   return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
-    return launch_batch<kRowScaledThreads>(amax<decltype(kind)::kBlockCols, decltype(value)>, batch,
-                                           stream);
+    constexpr int kBlockCols = decltype(kind)::kBlockCols;
+    if constexpr (kBlockCols == 0) {
+      return cudaErrorInvalidValue;  // nothing is agreed on
+    } else {
+      return launch_batch<kRowScaledThreads>(amax<kBlockCols, decltype(value)>, batch, stream);
+    }
   });
 }
 

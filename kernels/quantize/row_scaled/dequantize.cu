@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kRowScaledThreads)
   const int first_row = tile.origin + warp * kRowsPerWarp;
   const uint8_t* image = task.image + static_cast<int64_t>(first_row) * task.row_bytes;
   const int code_byte = col / kCodesPerByte<Code>;
-  const int scale_byte = task.row_scale_offset + col / kBlockCols;
+  const int scale_byte = task.row_scale_offset + (kBlockCols == 0 ? 0 : col / Row::kWidth);
 
   Codes codes[kRowsPerWarp];
   uint8_t scales[kRowsPerWarp];

@@ -11,13 +11,14 @@
 
 namespace qshard::cuda {
 
-/// How one format lies in a tile: a row of 32 vectors is a warp's.
+/// How one format lies in a tile: a row of 32 vectors is a warp's. Blocks of 0 columns have all.
 template <typename Value, int kBlockCols>
 struct TileRow {
   static constexpr int kSize = Vector<Value>::kSize;
   static constexpr int kCols = 32 * kSize;
-  static constexpr int kScales = kCols / kBlockCols;
-  static constexpr int kLanes = kBlockCols / kSize;  // lanes that share a scale
+  static constexpr int kWidth = kBlockCols == 0 ? kCols : kBlockCols;
+  static constexpr int kScales = kCols / kWidth;
+  static constexpr int kLanes = kWidth / kSize;  // lanes that share a scale
 };
 
 constexpr int kRowScaledWarps = kRowScaledThreads / 32;
@@ -157,8 +158,11 @@ cudaError_t with_row_scaled_types(const Format& format, DType value_dtype, const
            format.scale.block_rows == block_rows && format.scale.block_cols == block_cols;
   };
   if (format.scale.as_fp32) {
-    return is(DType::kFloat8E4M3, DType::kFloat8E8M0, 1, 128)
-               ? with_kind(RowScaledKind<E4M3, RowScale::kE8M0AsFp32, 1, 128>{})
+    if (is(DType::kFloat8E4M3, DType::kFloat8E8M0, 1, 128)) {
+      return with_kind(RowScaledKind<E4M3, RowScale::kE8M0AsFp32, 1, 128>{});
+    }
+    return is(DType::kFloat8E4M3, DType::kFloat8E8M0, 1, 0)
+               ? with_kind(RowScaledKind<E4M3, RowScale::kE8M0AsFp32, 1, 0>{})
                : cudaErrorInvalidValue;
   }
   if (is(DType::kFloat8E4M3, DType::kFloat8E8M0, 32, 32)) {

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-ROWS, ROWS_OF_MX = "float8_1x128", "mxfp8_1x32[rowwise]"  # the formats
+ROWS, WHOLE_ROWS, ROWS_OF_MX = "float8_1x128", "float8_1xK", "mxfp8_1x32[rowwise]"  # the formats
+# By the formats of weights.
+ROW_FORMAT = {
+    "float8_tensorwise": WHOLE_ROWS, "float8_rowwise": WHOLE_ROWS, "float8_blockwise": ROWS, "mxfp8": ROWS_OF_MX
+}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ON_DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 

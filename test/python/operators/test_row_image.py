@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from arrived_rows import ON_DEVICES, ROWS, ROWS_OF_MX, bits, odd_values, values
+from arrived_rows import ON_DEVICES, ROWS, ROWS_OF_MX, WHOLE_ROWS, bits, odd_values, values
 from helpers import assert_same
 from reference import activations, emulation
 
@@ -13,31 +13,55 @@ ops = torch.ops.qshard
 
 @ON_DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(40, 300), (128, 16), (130, 257), (0, 128), (3, 0)])
-def test_rows_are_the_packed_codes_of_an_input(shape, dtype, device):
+@pytest.mark.parametrize("shape", [(40, 300), (128, 16), (130, 257), (64, 9000), (0, 128), (3, 0)])
+@pytest.mark.parametrize("format", [ROWS, WHOLE_ROWS])
+def test_rows_are_the_packed_codes_of_an_input(format, shape, dtype, device):
     x = values(*shape, dtype) if shape[0] < 40 else odd_values(*shape).to(dtype)
-    q = ops.quantize(x.to(device), ROWS)
-    codes, scale_inv = activations.quantize_1x128(x)
+    q = ops.quantize(x.to(device), format)
+    if format == ROWS:
+        codes, scale_inv = activations.quantize_1x128(x)
+        of_columns = activations.expand_1x128(scale_inv, shape[1])
+    else:
+        codes, scale_inv = activations.quantize_rowwise(x)
+        scale_inv = of_columns = scale_inv[:, None][:, : shape[1]]
     assert_same(bits(ops.codes(q)).cpu(), codes)
     assert_same(ops.scale_inv(q).float().cpu(), scale_inv)
     blocks = scale_inv.shape[1]
     assert not ops.row_image(q)[:, shape[1] : -(-shape[1] // 16) * 16].any()
     assert not ops.row_image(q)[:, -(-shape[1] // 16) * 16 + blocks :].any()
-    expected = emulation.decoded(codes, torch.float8_e4m3fn) * activations.expand_1x128(scale_inv, shape[1]).double()
+    expected = emulation.decoded(codes, torch.float8_e4m3fn) * of_columns.double()
     assert_same(ops.dequantize(q, dtype=torch.float32).cpu(), expected.float())
+
+
+@ON_DEVICES
+@pytest.mark.parametrize("columns", [64, 300])
+def test_rows_may_be_rounded_stochastically(columns, device):
+    """To a neighbour of each value, by the scale that rows rounded to nearest have."""
+    q = ops.quantize(values(40, columns).to(device), f"{WHOLE_ROWS}[stochastic]").requires_grad_()
+    q.grad = torch.randn(40, columns, device=device) * ops.scale_inv(q.detach()).float()
+    x = (q.detach() + 0) - q.grad
+    torch.optim.SGD([q], lr=1.0).step()
+    nearest, q = ops.quantize(x, WHOLE_ROWS), q.detach()
+    assert_same(bits(ops.scale_inv(q)), bits(ops.scale_inv(nearest)))
+    error = (ops.dequantize(q) - x).abs()
+    step = torch.maximum(x.abs() * 2.0**-3, ops.scale_inv(nearest).float() * 2.0**-9)
+    assert (error <= step).all() and (error > (ops.dequantize(nearest) - x).abs()).any()
 
 
 def test_formats_of_rows_are_named_by_those_of_weights():
     named = {name: info_of(name).activations.row_format for name in ops.formats()}
     assert named["float8_blockwise"] == info_of("float8_blockwise[emulate]").activations.row_format == ROWS
     assert named["mxfp8"] == named["mxfp8_1x32"] == ROWS_OF_MX
-    assert named["float8_blockwise_fp32_scale"] is named["float8_tensorwise"] is None
-    assert info_of(ROWS).base == ROWS and ROWS not in ops.formats()
+    without = ["float8_tensorwise", "float8_rowwise", "float8_delayed", *(f"float8_{of}wise_fp32_scale" for of in ("block", "tensor", "row"))]
+    assert not any(named[format] for format in without)
+    for rows in (ROWS, WHOLE_ROWS):
+        assert info_of(rows).base == rows and rows not in ops.formats()
+        assert info_of(rows).activations.row_format == rows
     assert info_of(ROWS_OF_MX).base == "mxfp8_1x32" and info_of(ROWS_OF_MX).columnwise is None
 
 
 @ON_DEVICES
-@pytest.mark.parametrize("format, row_bytes", [(ROWS, 304 + 16), (ROWS_OF_MX, 304 + 16)])
+@pytest.mark.parametrize("format, row_bytes", [(ROWS, 304 + 16), (ROWS_OF_MX, 304 + 16), (WHOLE_ROWS, 304 + 16)])
 def test_rows_travel_as_bytes(format, row_bytes, device):
     x = odd_values(40, 300).to(device, torch.bfloat16)
     q = ops.quantize(x, format)
@@ -54,7 +78,7 @@ def test_rows_travel_as_bytes(format, row_bytes, device):
 
 
 @ON_DEVICES
-@pytest.mark.parametrize("format", [ROWS, ROWS_OF_MX])
+@pytest.mark.parametrize("format", [ROWS, ROWS_OF_MX, WHOLE_ROWS])
 def test_picked_rows_stay_codes(format, device):
     q = ops.quantize(odd_values(40, 300).to(device), format)
     index = torch.tensor([3, -1, 3, 0], device=device)
@@ -73,7 +97,7 @@ def test_picked_rows_stay_codes(format, device):
 
 def test_rows_that_are_none():
     image = ops.row_image(ops.quantize(values(4, 64), ROWS))
-    for weight in (ops.quantize(torch.randn(32, 32), format) for format in ("float8_blockwise", "mxfp8", "mxfp8_1x32")):
+    for weight in (ops.quantize(torch.randn(32, 32), format) for format in ("float8_rowwise", "mxfp8", "mxfp8_1x32")):
         with pytest.raises(ValueError, match="qshard::row_image: rows of .* share scales or have two images"):
             ops.row_image(weight)
     with pytest.raises(ValueError, match="qshard::from_row_image: rows of nvfp4 share scales"):
