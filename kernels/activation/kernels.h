@@ -68,11 +68,12 @@ cudaError_t launch_row_tiles(const int32_t* offs, int64_t groups, int64_t total,
 cudaError_t launch_quantize_groups_in_blocks(const ActivationTask& task, const RowTile* tiles,
                                              int64_t count, DType value_dtype, cudaStream_t stream);
 
-/// Rows of E4M3 codes that hold their scales: E8M0 for 1x128, from `scale_offset` on.
+/// Rows of E4M3 codes that hold their scales: E8M0 for 1x128, or one alone, from `scale_offset` on.
 struct CodedRows {
   const uint8_t* image = nullptr;  // at a multiple of 16 bytes
   int64_t pitch = 0;               // bytes from row to row, a multiple of 16
   int64_t scale_offset = 0;
+  bool has_row_scale = false;  // one alone
 };
 
 /// Does what launch_quantize_activation_in_blocks does, of rows that are codes already: these stay
@@ -82,6 +83,20 @@ cudaError_t launch_repack(const CodedRows& rows, const ActivationTask& task, cud
 /// So launch_quantize_groups_in_blocks.
 cudaError_t launch_repack_groups(const CodedRows& rows, const ActivationTask& task,
                                  const RowTile* tiles, int64_t count, cudaStream_t stream);
+
+/// The groups of rows of which each has one scale for all of its columns' codes.
+struct LargestScales {
+  int32_t* largest = nullptr;  // (groups,), device memory
+  int64_t groups = 1;
+  const RowTile* tiles = nullptr;  // of the groups; null: all rows are one
+  int64_t tile_count = 0;
+  int64_t scales = 1;  // how many scale_inv_t has: `groups`, or all alike
+};
+/// Writes scale_inv (m,) of rows with one scale each, whose codes stay where they are, unless it is
+/// null. Columns in codes_t, if they are asked for, all have the largest scale of their group's
+/// rows (those of zeros do not count), which is 1 without rows.
+cudaError_t launch_repack_in_rows(const CodedRows& rows, const ActivationTask& task,
+                                  const LargestScales& scales, cudaStream_t stream);
 
 /// What one scale for each group is made of; device memory (groups,) each.
 struct GroupScales {

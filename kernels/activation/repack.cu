@@ -1,10 +1,12 @@
 // Codes of rows that hold their scales, as a GEMM takes them: the same codes along rows; along
-// columns those that the largest scale of a tile's rows leaves of them.
+// columns those that the largest scale of a tile's rows leaves of them, or of all rows of a group
+// where a row has one scale.
 //
 // 2 bytes per code with one orientation, 3 with both; none where only the scales of rows are asked
-// for. Each thread has 8 neighbouring codes of 8 rows, as a tile of bfloat16 values has them, and
-// the columns' codes are encoded from such values: a code times a power of two from 2^-20 on is
-// one.
+// for. Where a row has one scale, a pass before finds the largest, which reads 512 codes of a row,
+// and more only of zeros. Each thread has 8 neighbouring codes of 8 rows, as a tile of bfloat16
+// values has them, and the columns' codes are encoded from such values: a code times a power of two
+// from 2^-20 on is one.
 #include "kernels/activation/codes.cuh"
 #include "kernels/numerics/row_scales.h"
 
@@ -36,7 +38,8 @@ struct CodedTile {
       codes[i] = {};
       scale[i] = kE8M0One;
       if (r >= end) continue;
-      scale[i] = __ldg(from + task.from.scale_offset + tile_col / kTile);
+      scale[i] =
+          __ldg(from + task.from.scale_offset + (task.from.has_row_scale ? 0 : tile_col / kTile));
       // Codes up to a multiple of 16 are there, and of these the last ones may be anything.
       if (is_read && c < task.to.k) codes[i] = __ldg(reinterpret_cast<const Codes*>(from + c));
       if (c + 8 > task.to.k) clear_from(codes[i], static_cast<int>(task.to.k - c));
@@ -137,7 +140,110 @@ __global__ void __launch_bounds__(kTileThreads)
               shared);
 }
 
+/// Whether a row of `count` codes has any but 0, by a warp.
+__device__ __forceinline__ bool has_code(const uint8_t* codes, int64_t count) {
+  for (int64_t begin = 0; begin < count; begin += 512) {
+    const int64_t c = begin + threadIdx.x % 32 * 16;
+    bool found = false;
+    if (c < count) {
+      const uint4 x = __ldg(reinterpret_cast<const uint4*>(codes + c));
+      VectorBytes<E4M3, BFloat16> low{x.x, x.y}, high{x.z, x.w};
+      CodedTile::clear_from(low, static_cast<int>(min(count - c, int64_t{16})));
+      CodedTile::clear_from(high, static_cast<int>(min(count - c, int64_t{16})) - 8);
+      found = ((low.x | low.y | high.x | high.y) & 0x7f7f7f7fu) != 0;
+    }
+    if (__any_sync(kWholeWarp, found)) return true;
+  }
+  return false;
+}
+
+constexpr int kScaleRows = 16;  // of a CUDA block: two for each warp
+constexpr int kScaleParts = kTile / kScaleRows;
+
+/// The tile of rows that a CUDA block has.
+__device__ __forceinline__ RowTile tile_of(const ActivationTask& task, const RowTile* tiles,
+                                           uint32_t index) {
+  if (tiles != nullptr) return tiles[index];
+  const int row = static_cast<int>(index) * kTile;
+  return {row, static_cast<int>(task.m), row, 0};
+}
+
+/// Scales of rows, and the largest of each group, plus 1.
+__global__ void __launch_bounds__(kTileThreads)
+    read_row_scales(const __grid_constant__ Repack task, const RowTile* tiles, int32_t* largest) {
+  const RowTile place = tile_of(task.to, tiles, blockIdx.y);
+  if (place.row < 0) return;
+  const int first = place.row + static_cast<int>(blockIdx.x) * kScaleRows;
+  const int end = min(first + kScaleRows, place.end);
+  uint32_t found = 0;
+  for (int row = first + static_cast<int>(threadIdx.x) / 32; row < end; row += kTileThreads / 32) {
+    const uint8_t* codes = task.from.image + row * task.from.pitch;
+    const uint8_t scale = __ldg(codes + task.from.scale_offset);
+    if (task.to.scale_inv != nullptr && threadIdx.x % 32 == 0) {
+      task.to.scale_inv[row] = e8m0_to_float(scale);
+    }
+    if (task.to.codes_t != nullptr && has_code(codes, task.to.k)) {
+      found = max(found, static_cast<uint32_t>(scale) + 1);
+    }
+  }
+  if (task.to.codes_t == nullptr) return;
+  found = max_of_block<kTileThreads>(found);
+  if (threadIdx.x == 0 && found != 0) atomicMax(largest + place.group, static_cast<int>(found));
+}
+
+__device__ __forceinline__ uint8_t largest_scale(int32_t found) {
+  return static_cast<uint8_t>(found == 0 ? kE8M0One : found - 1);
+}
+
+__global__ void __launch_bounds__(kTileThreads)
+    repack_columns(const __grid_constant__ Repack task, const RowTile* tiles,
+                   const int32_t* largest) {
+  __shared__ Tile::Shared shared;
+  const RowTile place = tile_of(task.to, tiles, blockIdx.y);
+  if (place.row < 0) return;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  Tile tile;
+  const CodedTile coded(tile, task, place.row, place.end, tile_col);
+  const bool has_nan = coded.rescale(tile, largest_scale(largest[place.group]));
+  tile.store_columns<E4M3>(task.to, place.column, tile_col, shared, has_nan,
+                           [](int) { return 1.f; });
+}
+
+__global__ void __launch_bounds__(kTileThreads)
+    store_largest(const __grid_constant__ LargestScales from, float* scale_inv) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x;
+  if (i >= from.scales) return;
+  scale_inv[i] = e8m0_to_float(largest_scale(from.largest[from.groups == 1 ? 0 : i]));
+}
+
 }  // namespace
+
+cudaError_t launch_repack_in_rows(const CodedRows& rows, const ActivationTask& task,
+                                  const LargestScales& scales, cudaStream_t stream) {
+  const bool has_columns = task.codes_t != nullptr;
+  if (has_columns) {
+    const cudaError_t zeroed = cudaMemsetAsync(
+        scales.largest, 0, static_cast<size_t>(scales.groups) * sizeof(int32_t), stream);
+    if (zeroed != cudaSuccess) return zeroed;
+  }
+  const Repack repack{rows, task};
+  const dim3 tiles = activation_grid(task);
+  const unsigned row_tiles =
+      scales.tiles == nullptr ? tiles.y : static_cast<unsigned>(scales.tile_count);
+  const bool has_any = task.m != 0 && task.k != 0 && row_tiles != 0;
+  if (has_any) {
+    read_row_scales<<<dim3(kScaleParts, row_tiles), kTileThreads, 0, stream>>>(repack, scales.tiles,
+                                                                               scales.largest);
+  }
+  if (!has_columns) return cudaGetLastError();
+  if (has_any) {
+    repack_columns<<<dim3(tiles.x, row_tiles), kTileThreads, 0, stream>>>(repack, scales.tiles,
+                                                                          scales.largest);
+  }
+  const auto blocks = static_cast<unsigned>((scales.scales + kTileThreads - 1) / kTileThreads);
+  store_largest<<<blocks, kTileThreads, 0, stream>>>(scales, task.scale_inv_t);
+  return cudaGetLastError();
+}
 
 cudaError_t launch_repack(const CodedRows& rows, const ActivationTask& task, cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;

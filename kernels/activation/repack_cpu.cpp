@@ -38,7 +38,7 @@ const Codes& codes_by_larger_scale(int i) {
   return tables[static_cast<size_t>(i)];
 }
 
-/// 128x128 codes, less at the edges.
+/// 128x128 codes, less at the edges, or all.
 struct Tile {
   const RepackTask& task;
   int64_t first_row, first_col;
@@ -46,7 +46,9 @@ struct Tile {
   int64_t last_col = std::min(first_col + kBlock, task.cols);
 
   const uint8_t* codes(int64_t row) const { return task.image + row * task.pitch; }
-  uint8_t scale(int64_t row) const { return codes(row)[task.scale_offset + first_col / kBlock]; }
+  uint8_t scale(int64_t row) const {
+    return codes(row)[task.scale_offset + (task.has_row_scale ? 0 : first_col / kBlock)];
+  }
   bool is_zero(int64_t row) const {
     return std::all_of(codes(row) + first_col, codes(row) + last_col,
                        [](uint8_t code) { return (code & 0x7f) == 0; });
@@ -86,17 +88,31 @@ void repack_rows(const RepackTask& task) {
   });
 }
 
-void repack_columns(const RepackTask& task, bool square) {
+void read_row_scales(const RepackTask& task) {
+  for (int64_t row = 0; row < task.rows; ++row) {
+    task.scale_inv[row] = e8m0_to_float(task.image[row * task.pitch + task.scale_offset]);
+  }
+}
+
+void repack_columns(const RepackTask& task, ScaleMode mode) {
+  const bool square = mode == ScaleMode::kBlock128x128;
   const int64_t row_blocks = ceil_div(task.rows, kBlock);
   const int64_t pitch = round_up(row_blocks, 4);
+  uint8_t of_all = kE8M0One;
+  if (task.has_row_scale) {
+    of_all = Tile{task, 0, 0, task.rows, task.cols}.largest_scale();
+    std::fill_n(task.scale_inv, mode == ScaleMode::kRow ? task.padded_rows : 1,
+                e8m0_to_float(of_all));
+  }
   for_each(ceil_div(task.padded_rows, kBlock), 1, [&](int64_t block_col) {
     const int64_t begin = block_col * kBlock;
     const int64_t end = std::min(begin + kBlock, task.padded_rows);
     std::fill(task.codes + begin * task.ld, task.codes + end * task.ld, uint8_t{0});
     for (int64_t block_row = 0; block_row < row_blocks; ++block_row) {
       const Tile tile{task, block_row * kBlock, begin};
-      const uint8_t largest = tile.largest_scale();
+      const uint8_t largest = task.has_row_scale ? of_all : tile.largest_scale();
       tile.write_columns(largest);
+      if (task.has_row_scale) continue;
       if (square) {
         task.scale_inv[block_col * pitch + block_row] = e8m0_to_float(largest);
         continue;

@@ -198,10 +198,10 @@ constexpr Format kNvfp4RowsFourOverSix = [] {
 
 constexpr std::array kFormats = [] {
   std::array formats = {
-      of_one_scale("float8_tensorwise", /*power_of_two=*/true, nullptr),
+      of_one_scale("float8_tensorwise", /*power_of_two=*/true, &kFloat8Rows),
       of_one_scale("float8_tensorwise_fp32_scale", /*power_of_two=*/false, nullptr),
       of_delayed_scale("float8_delayed"),
-      of_rows("float8_rowwise", /*power_of_two=*/true, nullptr),
+      of_rows("float8_rowwise", /*power_of_two=*/true, &kFloat8Rows),
       of_rows("float8_rowwise_fp32_scale", /*power_of_two=*/false, nullptr),
       of_blocks("float8_blockwise", /*power_of_two=*/true, &kFloat8RowsOfBlocks),
       of_blocks("float8_blockwise_fp32_scale", /*power_of_two=*/false, nullptr),

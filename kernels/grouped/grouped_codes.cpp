@@ -42,6 +42,13 @@ void check_bytes(const at::Tensor& bytes, int64_t numel, const RowGroups& groups
                           c10::toString(bytes.scalar_type()), bytes.sizes(), bytes.device().str()));
 }
 
+/// Whether the GEMM multiplies rows that have one scale each. Else they are quantized again.
+constexpr bool multiplies_row_scales() { return false; }
+
+bool multiplies_arrived(const ArrivedOperand& x, const Format& format) {
+  return x.meets(format) && (multiplies_row_scales() || !x.has_row_scales());
+}
+
 /// Codes of rows stay where they are; their scales are written as the GEMM reads them.
 GroupCodes arrived_groups(const ArrivedOperand& x, const Format& format, OperandRole role,
                           Orientations orientations, const RowGroups& groups) {
@@ -50,21 +57,37 @@ GroupCodes arrived_groups(const ArrivedOperand& x, const Format& format, Operand
   const GroupImage image(format, role, total, k, {.columnwise = columns}, groups, x.device());
   GroupCodes made = image.codes();
   cuda::ActivationTask task = image.task();
+  const bool by_row = x.has_row_scales();
   if (rows) {
     made.rows = x.image().image.operand().narrow(1, 0, round_up(k, 16)).view(at::kFloat8_e4m3fn);
     task.m_padded = round_up(total, 16);
     task.rows_written = task.m_padded;
-    made.row_scales = at::empty({ceil_div(k, 128), task.m_padded},
-                                at::TensorOptions().dtype(at::kFloat).device(x.device()));
-    task.scale_inv = made.row_scales.mutable_data_ptr<float>();
+    const auto floats = at::TensorOptions().dtype(at::kFloat).device(x.device());
+    at::Tensor& scales = by_row ? made.row_vector : made.row_scales;
+    scales =
+        by_row ? at::empty({total}, floats) : at::empty({ceil_div(k, 128), task.m_padded}, floats);
+    task.scale_inv = scales.mutable_data_ptr<float>();
   }
   const cuda::CodedRows from = cuda::coded_rows(x.image());
   const auto stream = static_cast<cudaStream_t>(current_stream(x.device()).handle);
-  if (columns) {
-    const at::Tensor places = row_tiles(groups, total, stream);
-    cuda::check_launch(cuda::launch_repack_groups(
-        from, task, reinterpret_cast<const cuda::RowTile*>(places.const_data_ptr<int32_t>()),
-        image.tiles(), stream));
+  at::Tensor places;
+  if (columns) places = row_tiles(groups, total, stream);
+  const auto* of_tiles =
+      columns ? reinterpret_cast<const cuda::RowTile*>(places.const_data_ptr<int32_t>()) : nullptr;
+  if (by_row) {
+    const int64_t count = groups.count();
+    cuda::LargestScales largest;
+    at::Tensor of_groups;
+    if (columns) {
+      made.columns = made.columns.view(at::kFloat8_e4m3fn);  // a gradient's, too
+      made.group_scales = image.group_scales();
+      task.scale_inv_t = made.group_scales.mutable_data_ptr<float>();
+      of_groups = at::empty({count}, groups.offs.options());
+      largest = {of_groups.mutable_data_ptr<int32_t>(), count, of_tiles, image.tiles(), count};
+    }
+    cuda::check_launch(cuda::launch_repack_in_rows(from, task, largest, stream));
+  } else if (columns) {
+    cuda::check_launch(cuda::launch_repack_groups(from, task, of_tiles, image.tiles(), stream));
   } else {  // whose scales each row has of its own
     cuda::check_launch(cuda::launch_repack(from, task, stream));
   }
@@ -158,7 +181,7 @@ GroupCodes restored_codes(const at::Tensor& rows, const at::Tensor& columns, con
 GroupCodes quantize_packed_groups(const GivenOperand& x, const Format& format, OperandRole role,
                                   Orientations orientations, const RowGroups& groups,
                                   const DelayedAmax& delayed) {
-  if (x.arrived() != nullptr && x.arrived()->meets(format)) {
+  if (x.arrived() != nullptr && multiplies_arrived(*x.arrived(), format)) {
     return arrived_groups(*x.arrived(), format, role, orientations, groups);
   }
   const at::Tensor values = x.values().contiguous();

@@ -18,6 +18,7 @@ struct GroupCodes {
   // Codes (T, K to 16), scales (ceil(K / 128), T to 16): a scale for 1x128 codes.
   at::Tensor rows = {};
   at::Tensor row_scales = {};
+  at::Tensor row_vector = {};  // (T,), in their place: one scale for each row, of rows that arrived
   // Codes of the transpose (K, T'), in which an expert begins at a multiple of 128. Scales (T' /
   // 128, K to 16) of 1x128 codes or, where they are square, (ceil(K / 128), T' / 128 or more).
   at::Tensor columns = {};

@@ -154,6 +154,8 @@ at::Tensor scaled_product(const Factor& a, const Factor& b) {
   // The factor of a sum is the product of the two scales, as cuBLASLt's alpha is of NVFP4.
   if (a.tensor_scale.defined()) out.mul_(a.tensor_scale.mul(b.tensor_scale));
   if (a.row_scales.defined()) out.mul_(a.row_scales.unsqueeze(1));
+  // Rows that arrived meet a weight with one scale.
+  if (!a.tensor_scale.defined() && b.tensor_scale.defined()) out.mul_(b.tensor_scale);
   if (b.row_scales.defined()) out.mul_(b.row_scales);
   return out;
 }

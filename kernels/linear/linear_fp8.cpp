@@ -33,7 +33,8 @@ struct WeightScales {
   const float* scale_inv = nullptr;
 };
 
-WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
+// `met`: how the scales lie of the rows that it meets.
+WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows, ScaleMode met) {
   const RowImage& rows = weight.row_image();
   const Layout& layout = rows.layout;
   const int64_t offset = layout.row_offset;
@@ -44,6 +45,12 @@ WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
   WeightScales scales;
   scales.scale_inv = grid;
   const ScaleMode mode = layout.format->gemm.scale_mode;
+  if (mode == ScaleMode::kTensor && met == ScaleMode::kRow) {  // as many as there are rows
+    const int64_t count = contract_rows ? round_up(layout.cols, 16) : weight.rows;
+    scales.buffer = rows.grid.operand().view({-1}).narrow(0, first, 1).repeat({count});
+    scales.scale_inv = scales.buffer.const_data_ptr<float>();
+    return scales;
+  }
   if (mode == ScaleMode::kRow && contract_rows) {
     // The gradient has been multiplied by them.
     scales.buffer = at::ones({round_up(layout.cols, 16)}, rows.grid.options());
@@ -72,7 +79,8 @@ WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
   return scales;
 }
 
-ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& scales) {
+ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& scales,
+                          ScaleMode met) {
   const RowImage& rows = weight.row_image();
   const Layout& layout = rows.layout;
   ScaledOperand operand;
@@ -81,7 +89,7 @@ ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& sca
   operand.rows = weight.rows;
   operand.ld = layout.row_bytes();
   operand.dtype = layout.format->code_dtype;
-  operand.scale_mode = layout.format->gemm.scale_mode;
+  operand.scale_mode = met == ScaleMode::kRow ? met : layout.format->gemm.scale_mode;
   operand.scale_inv = scales.scale_inv;
   return operand;
 }
@@ -139,9 +147,23 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
 
 QuantizedMatrix repack_activation(const QuantizedMatrix& rows, const OperandRequest& request) {
   const RowImage& image = rows.row_image();
-  const QuantizedMatrix out = empty_packed(rows.rows, rows.cols, request, image.image.device());
-  check_launch(
-      launch_repack(coded_rows(image), activation_task(out), c10::cuda::getCurrentCUDAStream()));
+  const at::Device device = image.image.device();
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto out =
+      arrived_matrix(rows, request, [&](int64_t bytes) { return empty_bytes(bytes, device); });
+  ActivationTask task = activation_task(out);
+  if (!has_row_scale(rows)) {
+    check_launch(launch_repack(coded_rows(image), task, stream));
+    return out;
+  }
+  task.codes = nullptr;  // which stay where they are
+  const auto* columns = std::get_if<PackedCodes>(&out.columnwise);
+  const at::Tensor largest = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(device));
+  const bool by_row = columns != nullptr && columns->scale_mode == ScaleMode::kRow;
+  check_launch(launch_repack_in_rows(
+      coded_rows(image), task,
+      {.largest = largest.mutable_data_ptr<int32_t>(), .scales = by_row ? columns->rows : 1},
+      stream));
   return out;
 }
 
@@ -159,9 +181,10 @@ ScaledOperand scaled_operand(const PackedCodes& packed, DType code_dtype) {
 at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
                        const std::optional<at::Tensor>& bias, const at::TensorOptions& options,
                        const at::Tensor& added) {
-  const WeightScales scales = weight_scales(weight, /*contract_rows=*/false);
+  const ScaledOperand rows = rows_of(x);
+  const auto scales = weight_scales(weight, /*contract_rows=*/false, rows.scale_mode);
   const int64_t k = round_up(weight.cols, 16);
-  ScaledGemm gemm{rows_of(x), weight_rows(weight, scales), k};
+  ScaledGemm gemm{rows, weight_rows(weight, scales, rows.scale_mode), k};
   // As other FP8 recipes do: the sum is rounded to 16 bits anyway. An fp32 output would show it.
   gemm.fast_accumulate = gemm.b.scale_mode == ScaleMode::kTensor &&
                          c10::typeMetaToScalarType(options.dtype()) != at::kFloat;
@@ -170,8 +193,9 @@ at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
 
 at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,
                           const at::TensorOptions& options, const at::Tensor& sum) {
-  const WeightScales scales = weight_scales(weight, /*contract_rows=*/true);
-  ScaledOperand operand = weight_rows(weight, scales);
+  const ScaledOperand rows = rows_of(grad);
+  const auto scales = weight_scales(weight, /*contract_rows=*/true, rows.scale_mode);
+  ScaledOperand operand = weight_rows(weight, scales, rows.scale_mode);
   const int64_t n = weight.rows;
   const int64_t k = round_up(weight.cols, 16);
   const at::Tensor transposed = empty_bytes(k * n, weight.row_image().image.device());
@@ -181,7 +205,7 @@ at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& we
   operand.codes = transposed.const_data_ptr();
   operand.rows = k;
   operand.ld = n;
-  const ScaledGemm gemm{rows_of(grad), operand, n};
+  const ScaledGemm gemm{rows, operand, n};
   if (sum.defined() && scaled_addmm(gemm, sum)) return sum;
   return scaled_mm(gemm, grad.rows, weight.cols, std::nullopt, options);
 }

@@ -90,29 +90,31 @@ QuantizedMatrix quantize_activation_cpu(const at::Tensor& x, const OperandReques
 
 // As cuda::repack_activation on the CPU: the same bits.
 QuantizedMatrix repack_activation_cpu(const QuantizedMatrix& rows, const OperandRequest& request) {
-  const RowImage& image = rows.row_image();
-  const int64_t m = rows.rows;
-  const int64_t k = rows.cols;
-  const auto [rowwise, columnwise] = request.orientations;
-  const QuantizedMatrix out = packed_matrix(request, m, k, [](int64_t count) {
+  const auto out = arrived_matrix(rows, request, [](int64_t count) {
     return at::empty({count}, at::TensorOptions().dtype(at::kByte));
   });
-  const auto task_of = [&](const PackedCodes& packed) {
-    auto* codes = static_cast<uint8_t*>(packed.buffer.mutable_data_ptr());
-    return cpu::RepackTask{.image = image.image.const_data_ptr<uint8_t>(),
-                           .pitch = image.layout.row_bytes(),
-                           .scale_offset = image.layout.row_scale_offset(),
-                           .rows = m,
-                           .cols = k,
-                           .codes = codes,
-                           .padded_rows = packed.rows,
-                           .ld = packed.ld,
-                           .scale_inv = reinterpret_cast<float*>(codes + packed.code_bytes())};
+  const RowImage& image = rows.row_image();
+  cpu::RepackTask task{.image = image.image.const_data_ptr<uint8_t>(),
+                       .pitch = image.layout.row_bytes(),
+                       .scale_offset = image.layout.row_scale_offset(),
+                       .has_row_scale = has_row_scale(rows),
+                       .rows = rows.rows,
+                       .cols = rows.cols};
+  const auto set_output = [&](const PackedCodes& packed) {
+    if (!packed.other_scales.defined()) {
+      task.codes = static_cast<uint8_t*>(packed.buffer.mutable_data_ptr());
+    }
+    task.padded_rows = packed.rows;
+    task.ld = packed.ld;
+    task.scale_inv = packed.mutable_scale_data();
   };
-  if (rowwise) cpu::repack_rows(task_of(std::get<PackedCodes>(out.rowwise)));
-  if (columnwise) {
-    const auto& packed = std::get<PackedCodes>(out.columnwise);
-    cpu::repack_columns(task_of(packed), packed.scale_mode == ScaleMode::kBlock128x128);
+  if (const auto* packed = std::get_if<PackedCodes>(&out.rowwise)) {
+    set_output(*packed);
+    task.has_row_scale ? cpu::read_row_scales(task) : cpu::repack_rows(task);
+  }
+  if (const auto* packed = std::get_if<PackedCodes>(&out.columnwise)) {
+    set_output(*packed);
+    cpu::repack_columns(task, packed->scale_mode);
   }
   return out;
 }
@@ -225,20 +227,33 @@ ArrivedOperand ArrivedOperand::narrowed(int64_t first, int64_t count) const {
 
 QuantizedMatrix ArrivedOperand::codes(const OperandRequest& request) const {
   const Format& format = *request.format;
-  if (!meets(format) || request.column_factors.defined()) {
-    return PlainOperand(values(dtype())).codes(request);
-  }
-  if (request.operand_layout == OperandLayout::kPacked) {
-    if (device().is_cuda()) return cuda::repack_activation(rows_, request);
-    if (format.emulated) return repack_activation_cpu(rows_, request);
-    no_packed_codes(values(dtype()));
-  }
+  if (!meets(format)) return PlainOperand(values(dtype())).codes(request);
+  if (request.operand_layout == OperandLayout::kPacked) return packed(request);
   QuantizedMatrix out = rows_;
   out.format = &format;
   // In float32 each code times its scale is exact.
   if (request.orientations.columnwise) {
     out.columnwise = quantized_columns(values(at::kFloat), format, request.rounding);
   }
+  return out;
+}
+
+QuantizedMatrix ArrivedOperand::packed(const OperandRequest& request) const {
+  if (device().is_cpu() && !request.format->emulated) no_packed_codes(values(dtype()));
+  // Only these GEMMs multiply by a scale for each row.
+  const bool is_read =
+      device().is_cpu() || !has_row_scale(rows_) || cuda::has_fp8_gemm(device(), ScaleMode::kRow);
+  if (!is_read) return PlainOperand(values(dtype())).codes(request);
+  const auto repacked = [&](const OperandRequest& asked) {
+    return device().is_cuda() ? cuda::repack_activation(rows_, asked)
+                              : repack_activation_cpu(rows_, asked);
+  };
+  if (!request.orientations.rowwise || !request.column_factors.defined()) return repacked(request);
+  // Codes of rows whose columns are multiplied are other ones, and those of columns are not.
+  OperandRequest of_rows = request, of_columns = request;
+  of_rows.orientations.columnwise = of_columns.orientations.rowwise = false;
+  QuantizedMatrix out = PlainOperand(values(at::kFloat)).codes(of_rows);
+  if (request.orientations.columnwise) out.columnwise = repacked(of_columns).columnwise;
   return out;
 }
 

@@ -39,6 +39,28 @@ QuantizedMatrix packed_matrix(const OperandRequest& request, int64_t m, int64_t 
                        columns ? allocate(packed_columnwise_bytes(m, k)) : at::Tensor());
 }
 
+/// Whether rows that arrived have one scale each.
+inline bool has_row_scale(const QuantizedMatrix& arrived) {
+  return arrived.row_image().layout.format->scale.is_of_row();
+}
+
+/// The packed matrix that is asked for of rows that arrived, in buffers that allocate(bytes) gives.
+/// Rows with one scale each stay where they are, and their scales are to be written beside them.
+template <typename Allocate>
+QuantizedMatrix arrived_matrix(const QuantizedMatrix& rows, const OperandRequest& request,
+                               const Allocate& allocate) {
+  OperandRequest made = request;
+  if (has_row_scale(rows)) made.orientations.rowwise = false;
+  QuantizedMatrix out = packed_matrix(made, rows.rows, rows.cols, allocate);
+  out.code_dtype = rows.code_dtype;
+  if (!has_row_scale(rows) || !request.orientations.rowwise) return out;
+  const RowImage& image = rows.row_image();
+  const auto scales = allocate(rows.rows * int64_t{sizeof(float)}).view(at::kFloat);
+  out.rowwise = PackedCodes{image.image.operand().view({-1}), rows.rows, image.layout.row_bytes(),
+                            ScaleMode::kRow, scales};
+  return out;
+}
+
 /// An activation or gradient (M, K): its values, its codes, or what makes them.
 class OperandProducer {
  public:
@@ -176,6 +198,8 @@ class ArrivedOperand final : public OperandProducer {
   /// Whether GEMMs with a weight of `format` read these codes.
   bool meets(const Format& format) const { return format.activations.row_format == rows_.format; }
   const RowImage& image() const { return rows_.row_image(); }
+  /// Whether each row has one scale: then they are multiplied where they lie.
+  bool has_row_scales() const { return has_row_scale(rows_); }
 
   at::IntArrayRef sizes() const override { return sizes_; }
   QuantizedMatrix codes(const OperandRequest& request) const override;
@@ -184,6 +208,8 @@ class ArrivedOperand final : public OperandProducer {
   void collect_amax(const DelayedAmax& delayed) const override;
 
  private:
+  QuantizedMatrix packed(const OperandRequest& request) const;
+
   QuantizedMatrix rows_;
   std::array<int64_t, 2> sizes_;
 };

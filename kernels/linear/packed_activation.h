@@ -18,10 +18,6 @@ inline uint8_t* codes_in(const PackedCodes& packed) {
   return static_cast<uint8_t*>(packed.buffer.mutable_data_ptr());
 }
 
-inline float* scales_in(const PackedCodes& packed) {
-  return reinterpret_cast<float*>(codes_in(packed) + packed.code_bytes());
-}
-
 inline bool has_one_scale(const Format& format) {
   return packed_scale_mode(format) == ScaleMode::kTensor;
 }
@@ -60,7 +56,7 @@ inline CodedRows coded_rows(const RowImage& image) {
   const Layout& layout = image.layout;
   const auto* rows = static_cast<const uint8_t*>(image.image.const_data_ptr());
   return {rows + image.first_row * layout.row_bytes(), layout.row_bytes(),
-          layout.row_scale_offset()};
+          layout.row_scale_offset(), layout.format->scale.is_of_row()};
 }
 
 /// The task that writes them; its values are not set.
@@ -75,11 +71,11 @@ inline ActivationTask activation_task(const QuantizedMatrix& out) {
     task.m_padded = rows->rows;
     task.rows_written = rows->rows;
     task.codes = codes_in(*rows);
-    task.scale_inv = scales_in(*rows);
+    task.scale_inv = rows->mutable_scale_data();
   }
   if (const auto* columns = std::get_if<PackedCodes>(&out.columnwise)) {
     task.codes_t = codes_in(*columns);
-    task.scale_inv_t = scales_in(*columns);
+    task.scale_inv_t = columns->mutable_scale_data();
     task.square_columns = columns->scale_mode == ScaleMode::kBlock128x128;
   }
   return task;

@@ -127,6 +127,12 @@ const float* PackedCodes::scale_data() const {
   return reinterpret_cast<const float*>(codes + code_bytes());
 }
 
+float* PackedCodes::mutable_scale_data() const {
+  if (other_scales.defined()) return other_scales.mutable_data_ptr<float>();
+  auto* codes = static_cast<uint8_t*>(buffer.mutable_data_ptr());
+  return reinterpret_cast<float*>(codes + code_bytes());
+}
+
 QuantizedMatrix multiplied(QuantizedMatrix packed, const at::Tensor& factor) {
   for (CodeImage* image : {&packed.rowwise, &packed.columnwise}) {
     if (auto* codes = std::get_if<PackedCodes>(image)) {

@@ -49,6 +49,8 @@ struct PackedCodes {
   at::Tensor scales() const;
   /// Where they lie, for GEMMs, which need no tensor of them.
   const float* scale_data() const;
+  /// The same of codes that are being made.
+  float* mutable_scale_data() const;
 };
 
 /// The codes of one orientation, if there are any.

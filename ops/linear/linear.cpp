@@ -218,8 +218,18 @@ std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_vi
   const bool is_read = arrived && (rows || columns) && input.numel() > 0 &&
                        multiplies_input_codes(found, input.device(), input.scalar_type(),
                                               arrived->sizes()[0], /*n=*/16, arrived->sizes()[1]);
-  const auto codes = is_read ? arrived->codes({.format = &found, .orientations = {rows, columns}})
-                             : quantize_input(as_matrix(input), found, {rows, columns});
+  // Rows with one scale each stay where they are, so that there are no packed bytes of them.
+  const bool of_rows = rows && is_read && !arrived->has_row_scales();
+  QuantizedMatrix codes;
+  if (of_rows || (is_read && columns)) {
+    codes = arrived->codes({.format = &found, .orientations = {of_rows, columns}});
+  }
+  const Orientations left{rows && !of_rows, columns && !is_read};
+  if (left.rowwise || left.columnwise) {
+    QuantizedMatrix made = quantize_input(as_matrix(input), found, left);
+    if (left.rowwise) codes.rowwise = std::move(made.rowwise);
+    if (left.columnwise) codes.columnwise = std::move(made.columnwise);
+  }
   return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input)};
 }
 

@@ -86,7 +86,7 @@ Tensor gather_quantized(const Tensor& rows, const Format& format, const RankGrou
 /// Which format of rows four-bit codes travel in; null: values travel.
 const Format* row_format(const Format* format, bool is_gradient) {
   if (!format || (is_gradient && format->activations.stochastic_gradients)) return nullptr;
-  return format->activations.row_format;
+  return format->gemm.kind == GemmKind::kRowImages ? format->activations.row_format : nullptr;
 }
 
 // As many pieces of tokens go into one reduce-scatter each, sent as one. More are copied into one

@@ -189,8 +189,8 @@ def row_format(format: str | None, name: str | None = None) -> str | None:
 @functools.cache
 def _warn_of_values(name, format):
     warnings.warn(
-        f"{name}: {format} has no scales that lie in a row, so tokens are sent as values; mxfp8 and float8_blockwise "
-        "send codes",
+        f"{name}: {format} has no format of rows in codes, so tokens are sent as values; mxfp8, float8_blockwise, "
+        "float8_rowwise and float8_tensorwise have one",
         stacklevel=4,
     )
 

@@ -63,13 +63,23 @@ def columns_of_1x128(codes: torch.Tensor, scale_inv: torch.Tensor):
     largest = torch.ones(-(-m // 128), -(-k // 128))
     for i, j in itertools.product(*map(range, largest.shape)):
         block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
-        part, scale = codes[block], scale_inv[block[0], j]
-        counts = ((part & 0x7F) != 0).any(1)
-        if counts.any():
-            largest[i, j] = scale[counts].max()
-        # Codes of zeros stay what they are by any scale.
-        factor = torch.where(counts, scale.double() / largest[i, j].double(), 1.0)[:, None]
-        values = part.view(torch.float8_e4m3fn).double() * factor
-        rounded = encode(values.float(), torch.ones(()), torch.float8_e4m3fn)
-        made[block] = torch.where((part & 0x7F) == 0x7F, part, rounded)
+        made[block], largest[i, j] = by_largest_scale(codes[block], scale_inv[block[0], j])
     return made, largest
+
+
+def columns_of_rows(codes: torch.Tensor, scale_inv: torch.Tensor):
+    """So quantize_rowwise's result, as wgrad reads it: codes (M, K) uint8 and a scalar scale_inv, which all columns
+    have."""
+    return by_largest_scale(codes, scale_inv)
+
+
+def by_largest_scale(codes: torch.Tensor, scale_inv: torch.Tensor):
+    """codes (M, K) of rows with scale_inv (M,) by the largest of the rows that have any code but 0, a scalar, and 1
+    without one."""
+    counts = ((codes & 0x7F) != 0).any(1)
+    largest = scale_inv[counts].max() if counts.any() else torch.ones(())
+    # Codes of zeros stay what they are by any scale.
+    factor = torch.where(counts, scale_inv.double() / largest.double(), 1.0)[:, None]
+    values = codes.contiguous().view(torch.float8_e4m3fn).double() * factor
+    rounded = encode(values.float(), torch.ones(()), torch.float8_e4m3fn)
+    return torch.where((codes & 0x7F) == 0x7F, codes, rounded), largest

@@ -233,7 +233,7 @@ INSTANTIATE_TEST_SUITE_P(All, BlockScaledOperand, ::testing::Values("mxfp8", "nv
                          [](const auto& param) { return std::string(param.param); });
 
 TEST(ActivationFormat, NeedsRowScales) {
-  EXPECT_THROW(activation_format(find_format("float8_tensorwise")), std::invalid_argument);
+  EXPECT_THROW(activation_format(find_format("float8_delayed")), std::invalid_argument);
 }
 
 }  // namespace

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from arrived_rows import ON_DEVICES, ROWS, ROWS_OF_MX, odd_values
+from arrived_rows import ON_DEVICES, ROW_FORMAT, ROWS, odd_values
 from expert_cases import EMPTY, by_linears, ends_of, fill_freed_memory, parts, rows_of, stack_of
 from helpers import assert_same, ops
 
 import qshard
 
 OUT, IN = 64, 160
-ROW_FORMAT = {"float8_blockwise": ROWS, "mxfp8": ROWS_OF_MX}
+FORMATS = [f"{format}[emulate]" for format in ROW_FORMAT]
 
 
 def step(x, stack, ends, grad):
@@ -22,7 +22,8 @@ def step(x, stack, ends, grad):
 
 @ON_DEVICES
 @pytest.mark.parametrize("empty", EMPTY)
-@pytest.mark.parametrize("format", ["float8_blockwise[emulate]", "mxfp8[emulate]", "float8_blockwise", "mxfp8"])
+@pytest.mark.parametrize("format", [*FORMATS, *ROW_FORMAT])
+@pytest.mark.pairwise
 def test_an_expert_is_a_linear_of_its_own(format, empty, device):
     """That each has columns of its own rows alone, too."""
     if device == "cuda":  # whose emulated GEMMs have the same bits whatever their shape
@@ -69,7 +70,7 @@ def test_forward_and_dgrad_are_those_of_the_values(dtype, device):
 
 @ON_DEVICES
 @pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
-@pytest.mark.parametrize("format", ["float8_blockwise[emulate]", "mxfp8[emulate]", "float8_blockwise"])
+@pytest.mark.parametrize("format", [*FORMATS, "float8_tensorwise", "float8_blockwise"])
 def test_an_mlp_is_its_linears(format, joined, device):
     ends = torch.tensor([3, 3, 140, 200], dtype=torch.int32, device=device)
     rows = ROW_FORMAT[format.partition("[")[0]]
@@ -128,7 +129,7 @@ def read_as_values():
 def test_tokens_of_another_format_are_quantized_again():
     ends = torch.tensor([3, 3, 40], dtype=torch.int32)
     q = ops.quantize(odd_values(44, IN), ROWS)
-    for format in ("float8_tensorwise[emulate]", "mxfp8[emulate]"):
+    for format in ("float8_tensorwise_fp32_scale[emulate]", "mxfp8[emulate]"):
         stack = stack_of(3, OUT, IN, format)[0]
         assert_same(ops.grouped_linear(q, stack, ends), ops.grouped_linear(ops.dequantize(q), stack, ends))
     assert f"{ROWS} qshard::grouped_linear: dequantized codes" in qshard.ops.backend_report()

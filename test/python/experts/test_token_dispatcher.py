@@ -100,7 +100,7 @@ def in_one_process(format, modules, x, ids, scores):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("format", [*IN_CODES, "float8_tensorwise", None], ids=str)
+@pytest.mark.parametrize("format", [*IN_CODES, "float8_delayed", None], ids=str)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.pairwise
 @on_ranks(2, 4)
@@ -252,11 +252,11 @@ def test_a_format_without_scales_in_rows_sends_values_and_says_so_once():
     with warnings.catch_warnings(record=True) as caught, ExchangedRows() as sent:
         warnings.simplefilter("always")
         for _ in range(2):
-            dispatcher.dispatch(x, ids, "float8_tensorwise")
+            dispatcher.dispatch(x, ids, "float8_delayed")
         dispatcher.dispatch(x, ids)
     assert [str(w.message).split(":")[:2] for w in caught if "tokens" in str(w.message)] == [
-        ["qshard.TokenDispatcher", " float8_tensorwise has no scales that lie in a row, so tokens are sent as values; "
-         "mxfp8 and float8_blockwise send codes"]
+        ["qshard.TokenDispatcher", " float8_delayed has no format of rows in codes, so tokens are sent as values; "
+         "mxfp8, float8_blockwise, float8_rowwise and float8_tensorwise have one"]
     ]
     assert not sent.in_codes()
 

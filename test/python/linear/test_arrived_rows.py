@@ -126,7 +126,7 @@ def test_without_such_gemms_values_of_the_codes_are_multiplied(format, rows):
         assert_same(got, want)
 
 
-@pytest.mark.parametrize("format", ["float8_tensorwise[emulate]", MX, "nvfp4[emulate,nearest_gradients]"])
+@pytest.mark.parametrize("format", ["float8_tensorwise[emulate]", "float8_delayed[emulate]", MX, "nvfp4[emulate,nearest_gradients]"])
 def test_rows_of_another_format_are_quantized_again(format):
     x, grad = values(48, 96), values(48, 64, seed=1)
     weight, q, g = matrix(64, 96, format), ops.quantize(x, ROWS), ops.quantize(grad, ROWS)

@@ -45,7 +45,8 @@ def test_as_the_reference(name):
         check_level(info.columnwise, second.block, second.row_scale, "slices", second.power_of_two_scales)
     assert info.gemm.kind == ("packed" if of.row_scale is None else "row_images")
     rows = {torch.float8_e8m0fnu: "mxfp8_1x32[rowwise]", torch.float8_e4m3fn: "nvfp4_1x16"}
-    rows[None] = "float8_1x128" if name == "float8_blockwise" else None
+    of_float8 = {"float8_tensorwise": "float8_1xK", "float8_rowwise": "float8_1xK", "float8_blockwise": "float8_1x128"}
+    rows[None] = of_float8.get(name)
     assert info.activations.row_format == rows[of.row_scale]
     is_square = of.block is None or of.block[0] == of.block[1]
     assert info.gemm.transposes_weight == (is_square or of.scales_rows)

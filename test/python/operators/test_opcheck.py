@@ -78,7 +78,7 @@ def tensor_scale_of(q):
     return {"tensor_scale_inv": ops.tensor_scale_inv(q).clone()} if has_one else {}
 
 
-MEETS_ROWS = {"float8_blockwise", "mxfp8"}
+MEETS_ROWS = {"float8_tensorwise", "float8_blockwise", "mxfp8"}
 IN_CODES = ("float8_tensorwise", "float8_blockwise")  # the gradients of a loss
 MESSAGES = {"float8_blockwise": ("float8",), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
 SAMPLES = {

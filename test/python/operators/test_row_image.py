@@ -52,7 +52,8 @@ def test_formats_of_rows_are_named_by_those_of_weights():
     named = {name: info_of(name).activations.row_format for name in ops.formats()}
     assert named["float8_blockwise"] == info_of("float8_blockwise[emulate]").activations.row_format == ROWS
     assert named["mxfp8"] == named["mxfp8_1x32"] == ROWS_OF_MX
-    without = ["float8_tensorwise", "float8_rowwise", "float8_delayed", *(f"float8_{of}wise_fp32_scale" for of in ("block", "tensor", "row"))]
+    assert named["float8_tensorwise"] == named["float8_rowwise"] == WHOLE_ROWS
+    without = ["float8_delayed", *(f"float8_{of}wise_fp32_scale" for of in ("block", "tensor", "row"))]
     assert not any(named[format] for format in without)
     for rows in (ROWS, WHOLE_ROWS):
         assert info_of(rows).base == rows and rows not in ops.formats()
