@@ -12,7 +12,9 @@ With v bytes per value and c per element of the image (codes and their row-local
     quantize                   v + c in blocks, amax included; 2 v + c if one scale spans the tensor
     dequantize to bf16         c + 2
     activation, bf16           2 + 1 for one orientation, 2 + 1 + 1 for both
-    rows that arrived          1 + 1 for one orientation, 1 + 1 + 1 for both
+    rows that arrived          1 + 1 for one orientation, 1 + 1 + 1 for both, 1 + 1 for columns of rows
+                               with one scale each
+    rows to send               2 + 1
     message, bf16              2 + 1 of a rank's tokens; 1 + 2 of those of all ranks
     SwiGLU or GeGLU, bf16      2 + 2 + 1; its amax 2 + 2, where no earlier call lets guess the scale
     SwiGLU's gradients, bf16   2 + 2 + 2 + 4 x 1 + 1: both in both orientations, and the product's
@@ -37,6 +39,7 @@ from measuring import Results, Row, at_least, at_most, count_of, interleaved, ti
 from measuring import is_amax, is_dequantize, is_quantize, is_transpose, ours
 
 import qshard  # noqa: F401  (loads the library)
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 IMAGE_BYTES = {  # c; a scale per tensor or per 128x128 block, in the grid, does not count
@@ -164,19 +167,26 @@ def activation(bench: Bench, format: str, shape) -> Iterator[Row]:
 
 
 def arrived(bench: Bench, shape) -> Iterator[Row]:
-    """Tokens that another rank sent in codes, as GEMMs of 128x128-block weights read them."""
+    """Tokens as ranks send them in codes, and as GEMMs read those that arrive."""
     tokens, features = shape
-    q = ops.quantize(bench.randn(tokens, features, dtype=torch.bfloat16), "float8_1x128")
-    to_few = ops.quantize(bench.randn(128, features, dtype=torch.bfloat16), "float8_blockwise")
-    saves = bench.device == "cuda"  # on CPU an input is saved as it is
-    rows, both = bench.run(
-        lambda: ops.linear_forward(q, to_few, None, False),
-        lambda: ops.linear_forward(q, to_few, None, saves),
-    )
-    is_repack = ours("repack")
-    yield bench.share("rows that arrived", shape, 2 * q.numel(), time_of(rows, is_repack), at_least(0.85))
-    yield bench.share("rows that arrived and their columns", shape, 3 * q.numel(), time_of(both, is_repack),
-                      at_least(0.85))
+    x = bench.randn(tokens, features, dtype=torch.bfloat16)
+    for format, which in (("float8_blockwise", ""), ("float8_tensorwise", ", one scale each")):
+        sent = info_of(format).activations.row_format
+        q = ops.quantize(x, sent)
+        to_few = ops.quantize(bench.randn(128, features, dtype=torch.bfloat16), format)
+        saves = bench.device == "cuda"  # on CPU an input is saved as it is
+        made, rows, both = bench.run(
+            lambda: ops.quantize(x, sent),
+            lambda: ops.linear_forward(q, to_few, None, False),
+            lambda: ops.linear_forward(q, to_few, None, saves),
+        )
+        is_repack, n = ours("repack"), q.numel()
+        yield bench.share(f"rows to send{which}", shape, 3 * n, time_of(made, is_quantize), at_least(0.85))
+        of_rows = 0 if which else 2 * n  # those with one scale each are read where they lie
+        if of_rows:
+            yield bench.share("rows that arrived", shape, of_rows, time_of(rows, is_repack), at_least(0.85))
+        yield bench.share(f"rows that arrived and their columns{which}", shape, of_rows + (2 * n if which else n),
+                          time_of(both, is_repack), at_least(0.85))
 
 
 def message(bench: Bench, format: str, shape) -> Iterator[Row]:

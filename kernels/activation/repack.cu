@@ -170,7 +170,7 @@ __device__ __forceinline__ RowTile tile_of(const ActivationTask& task, const Row
 
 /// Scales of rows, and the largest of each group, plus 1.
 __global__ void __launch_bounds__(kTileThreads)
-    read_row_scales(const __grid_constant__ Repack task, const RowTile* tiles, int32_t* largest) {
+    repack_row_scales(const __grid_constant__ Repack task, const RowTile* tiles, int32_t* largest) {
   const RowTile place = tile_of(task.to, tiles, blockIdx.y);
   if (place.row < 0) return;
   const int first = place.row + static_cast<int>(blockIdx.x) * kScaleRows;
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 __global__ void __launch_bounds__(kTileThreads)
-    store_largest(const __grid_constant__ LargestScales from, float* scale_inv) {
+    repack_largest(const __grid_constant__ LargestScales from, float* scale_inv) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x;
   if (i >= from.scales) return;
   scale_inv[i] = e8m0_to_float(largest_scale(from.largest[from.groups == 1 ? 0 : i]));
@@ -232,8 +232,8 @@ cudaError_t launch_repack_in_rows(const CodedRows& rows, const ActivationTask& t
       scales.tiles == nullptr ? tiles.y : static_cast<unsigned>(scales.tile_count);
   const bool has_any = task.m != 0 && task.k != 0 && row_tiles != 0;
   if (has_any) {
-    read_row_scales<<<dim3(kScaleParts, row_tiles), kTileThreads, 0, stream>>>(repack, scales.tiles,
-                                                                               scales.largest);
+    repack_row_scales<<<dim3(kScaleParts, row_tiles), kTileThreads, 0, stream>>>(
+        repack, scales.tiles, scales.largest);
   }
   if (!has_columns) return cudaGetLastError();
   if (has_any) {
@@ -241,7 +241,7 @@ cudaError_t launch_repack_in_rows(const CodedRows& rows, const ActivationTask& t
                                                                           scales.largest);
   }
   const auto blocks = static_cast<unsigned>((scales.scales + kTileThreads - 1) / kTileThreads);
-  store_largest<<<blocks, kTileThreads, 0, stream>>>(scales, task.scale_inv_t);
+  repack_largest<<<blocks, kTileThreads, 0, stream>>>(scales, task.scale_inv_t);
   return cudaGetLastError();
 }
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from arrived_rows import ROWS, odd_values, values
+from arrived_rows import ROWS, WHOLE_ROWS, odd_values, values
 from expert_cases import parts, stack_of
 from helpers import assert_same, ceil_div, ops, round_up
 from reference import activations
@@ -78,6 +78,48 @@ def test_wgrad_reads_these_columns(format):
     weight_grad = step(q, stack, ends.cuda(), g)[2].cpu()
     for e, rows in enumerate(parts(ends)):
         assert_same(weight_grad[e], grad[rows].t() @ x[rows])
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("columns", [384, 400])
+def test_columns_of_rows_with_one_scale(columns, ends):
+    """All of an expert have one scale."""
+    ends = torch.tensor(ends, dtype=torch.int32)
+    total = int(ends[-1]) + 10
+    x = values(total, columns)
+    # The largest code, by which the scale of values that are quantized again is the same.
+    x[:, 1] = torch.where(x.any(1), 448 * activations.quantize_rowwise(x)[1], 0)
+    stack = stack_of(4, 208, columns, "float8_tensorwise", "cuda")[0].detach()
+    saved = ops.linear_forward(ops.quantize(x.cuda(), WHOLE_ROWS), stack, None, True, offs=ends.cuda())[1].cpu()
+    width, rows = 128 * (ceil_div(total, 128) + 4), round_up(columns, 16)
+    codes, scales = saved[: rows * width].view(rows, width), saved[-16:].view(torch.float32)
+    begin = 0
+    for e, own in enumerate(parts(ends)):
+        count = own.stop - own.start
+        wanted, largest = activations.columns_of_rows(*activations.quantize_rowwise(x[own]))
+        assert_same(codes[:columns, begin : begin + count], wanted.t())
+        assert scales[e] == largest
+        begin += round_up(count, 128)
+
+
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_rowwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_rows_with_one_scale_have_the_bits_of_the_cpu(ends, dtype, format):
+    """Numbers of which tensor cores keep all bits in any order."""
+    ends = torch.tensor(ends, dtype=torch.int32)
+    total, generator = int(ends[-1]) + 10, torch.Generator().manual_seed(3)
+    x, grad = (torch.randint(-1, 2, (total, size), generator=generator).float() for size in (384, 208))
+    x *= 2.0 ** torch.randint(-1, 2, (total, 1), generator=generator)
+    grad *= 2.0 ** torch.randint(0, 2, (total, 1), generator=generator)
+    weight = torch.randint(-1, 2, (4, 208, 384), generator=generator).to(dtype)
+    found = []
+    for device, name in (("cpu", f"{format}[emulate]"), ("cuda", format)):
+        stack = ops.quantize(weight.to(device), name).requires_grad_()
+        q, g = (ops.quantize(t.to(device, dtype), WHOLE_ROWS) for t in (x, grad))
+        found.append([t.cpu() for t in step(q, stack, ends.to(device), g)])
+    for one, other in zip(*found):
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])

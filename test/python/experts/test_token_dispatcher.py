@@ -160,7 +160,9 @@ class Layer(nn.Module):
         return x + self.dispatcher.combine(self.experts(rows, counts), routes, scores)
 
 
-@pytest.mark.parametrize("recipe", [qshard.MXFP8BlockScaling, qshard.Float8BlockScaling])
+@pytest.mark.parametrize(
+    "recipe", [qshard.MXFP8BlockScaling, qshard.Float8BlockScaling, qshard.Float8RowwiseScaling]
+)
 @on_ranks(4)
 def test_sharded_experts_train_beside_those_that_get_values(recipe):
     """Experts that quantize what they get have the same codes, but for columns, which are made of those that came."""

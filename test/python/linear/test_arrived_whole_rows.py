@@ -182,7 +182,7 @@ def test_hopper_has_the_bits_of_the_cpu(shape, dtype, format):
     (m, k), n = shape, 64
     generator = torch.Generator().manual_seed(m)
     x, grad, weight = (torch.randint(-1, 2, size, generator=generator).float() for size in ((m, k), (m, n), (n, k)))
-    x, grad = (t * 2.0 ** torch.randint(-3, 4, (m, 1), generator=generator) for t in (x, grad))
+    x, grad = (t * 2.0 ** torch.randint(-1, 1 + i, (m, 1), generator=generator) for i, t in enumerate((grad, x), 1))
     x[5] = 0
     found = []
     for device, name in (("cpu", emulated(format)), ("cuda", format)):
