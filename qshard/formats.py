@@ -31,7 +31,7 @@ class ActivationCodes:
     power_of_two_scales: bool
     hadamard_columns: bool  # codes that wgrad reads are of the random Hadamard transform
     stochastic_gradients: bool  # gradients are rounded stochastically
-    row_format: str | None  # their format where GEMMs read rows with scales in them
+    row_format: str | None  # theirs as rows that hold their scales, as GEMMs read them or ranks send them
     packed_input_dtype: torch.dtype
     packed_gradient_dtype: torch.dtype
     packed_rows: str  # scale modes of packed codes, as GemmPairing.scale_mode

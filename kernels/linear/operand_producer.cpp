@@ -239,10 +239,11 @@ QuantizedMatrix ArrivedOperand::codes(const OperandRequest& request) const {
 }
 
 QuantizedMatrix ArrivedOperand::packed(const OperandRequest& request) const {
-  if (device().is_cpu() && !request.format->emulated) no_packed_codes(values(dtype()));
+  const bool emulated = request.format->emulated;
+  if (device().is_cpu() && !emulated) no_packed_codes(values(dtype()));
   // Only these GEMMs multiply by a scale for each row.
   const bool is_read =
-      device().is_cpu() || !has_row_scale(rows_) || cuda::has_fp8_gemm(device(), ScaleMode::kRow);
+      emulated || !has_row_scale(rows_) || cuda::has_fp8_gemm(device(), ScaleMode::kRow);
   if (!is_read) return PlainOperand(values(dtype())).codes(request);
   const auto repacked = [&](const OperandRequest& asked) {
     return device().is_cuda() ? cuda::repack_activation(rows_, asked)
