@@ -42,13 +42,6 @@ void check_bytes(const at::Tensor& bytes, int64_t numel, const RowGroups& groups
                           c10::toString(bytes.scalar_type()), bytes.sizes(), bytes.device().str()));
 }
 
-/// Whether the GEMM multiplies rows that have one scale each. Else they are quantized again.
-constexpr bool multiplies_row_scales() { return false; }
-
-bool multiplies_arrived(const ArrivedOperand& x, const Format& format) {
-  return x.meets(format) && (multiplies_row_scales() || !x.has_row_scales());
-}
-
 /// Codes of rows stay where they are; their scales are written as the GEMM reads them.
 GroupCodes arrived_groups(const ArrivedOperand& x, const Format& format, OperandRole role,
                           Orientations orientations, const RowGroups& groups) {
@@ -181,7 +174,7 @@ GroupCodes restored_codes(const at::Tensor& rows, const at::Tensor& columns, con
 GroupCodes quantize_packed_groups(const GivenOperand& x, const Format& format, OperandRole role,
                                   Orientations orientations, const RowGroups& groups,
                                   const DelayedAmax& delayed) {
-  if (x.arrived() != nullptr && multiplies_arrived(*x.arrived(), format)) {
+  if (x.arrived() != nullptr && x.arrived()->meets(format)) {
     return arrived_groups(*x.arrived(), format, role, orientations, groups);
   }
   const at::Tensor values = x.values().contiguous();
@@ -233,7 +226,10 @@ at::Tensor multiply_by_packed_codes(const GroupCodes& x, const ExpertWeights& we
       image.grid.operand()
           .view({layout.grid_rows(), layout.grid_cols()})
           .narrow(0, layout.grid_row(layout.row_offset + image.first_row), experts * block_rows);
-  if (x.group_scales.defined()) {
+  if (x.row_vector.defined()) {
+    operands.a_row_vector = x.row_vector;
+    operands.b_group_scales = scales.view({experts});
+  } else if (x.group_scales.defined()) {
     operands.a_group_scales = x.group_scales;
     operands.b_group_scales = scales.view({experts});
   } else {
