@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from qshard._runtime.hooks import holds_codes, local_of
+
 NAME = "_qshard"
 
 
@@ -24,7 +26,8 @@ class ModuleState:
     style = None  # its LinearStyle, if a style of qshard.tensor_parallel was applied
     dynamic = None  # the DynamicWeight of a weight that stays plain
     weight_names: tuple[str, ...] = ()  # parameters that quantize_ chose, of a module that is no linear
-    weight_formats: dict[str, str] | None = None  # their formats by name, for code that is traced
+    # The formats that quantize_ gave to parameters of a module with a forward of its own, for code that is traced, too.
+    weight_formats: dict[str, str] | None = None
     is_persistent = True  # whether `buffers` are in the module's state_dict
     buffers: tuple[str, ...] = ()  # names of the buffers that are linked to states of weights
     scale_group = None  # the Membership of a weight that shares its tensor scale
@@ -49,15 +52,27 @@ class ModuleState:
         """The weight's format, if it is what activations are quantized by."""
         return None if self.weight_only else self.weight_format
 
-    def shown_format(self) -> str:
-        """How the module multiplies, for its extra_repr; nothing while it is plain."""
-        if self.weight_format is None:
+    def shown_format(self, module: nn.Module | None = None) -> str:
+        """How the module multiplies, for its extra_repr; nothing while it is plain. module: the module itself, if its
+        class is none of qshard's linears: of such a module the format is that of its parameters, which are named
+        unless all matrices among them have that format."""
+        format = self.weight_format
+        if format is None and module is not None:
+            format = self.dynamic.format if self.dynamic is not None else self._shown_parameters(module)
+        if not format:
             return ""
         how = " at each use" * (self.dynamic is not None)
         if self.dynamic is not None and self.dynamic.forward_precision:
             how = f" in backward, forward in {self.dynamic.forward_precision}"
         how += ", weight_only=True" * self.weight_only
-        return f", format={self.weight_format}{how}"
+        return f", format={format}{how}"
+
+    def _shown_parameters(self, module):
+        matrices = {name: p for name, p in module._parameters.items() if p is not None and p.dim() > 1}
+        formats = {n: f for n, f in (self.weight_formats or {}).items() if holds_codes(local_of(matrices.get(n)))}
+        if len(set(formats.values())) == 1 and formats.keys() == matrices.keys():
+            return next(iter(formats.values()))
+        return formats and "(" + ", ".join(f"{name}={format}" for name, format in formats.items()) + ")"
 
     def add_hooks(self, purpose: str, register: Callable[[], list]) -> None:
         """Registers hooks, once for each purpose."""

@@ -9,6 +9,7 @@ from qshard import module_state
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.weights import DynamicWeight, Installed, delayed_weights, is_flattened
 from qshard.module_state import NAMES_OF_STATE, dynamic_of
+from qshard.modules import shown_formats
 from qshard.nn.base import Initialized
 from qshard.nn.embedding import Embedding
 from qshard.nn.linear import Linear
@@ -173,6 +174,7 @@ def uninstall(module: nn.Module) -> None:
 
 
 def _look_up_rounded(module):
+    shown_formats.show(module)
     module_state.of(module).add_hooks("lookup", lambda: [
         module.register_forward_pre_hook(_show_rounded),
         module.register_forward_hook(_hide_rounded, always_call=True),

@@ -23,7 +23,7 @@ from qshard.dynamic_weights import weights as dynamic
 from qshard.experts import known
 from qshard.model import choosing, large_layers, scale_groups, state_buffers
 from qshard.model.choosing import weight_names
-from qshard.modules import parameter_swap
+from qshard.modules import parameter_swap, shown_formats
 from qshard.modules.outside_graphs import outside_graphs
 from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear
@@ -169,15 +169,10 @@ def quantize_(
     for _, module, attribute in further:
         state_buffers.name_weight(module, attribute)
         known.prepare(module, weight_only)
-    for module in model.modules():
-        if any(p is not None and is_quantized(p) for p in module._parameters.values()):
-            state_buffers.hand_out_masters(module)
-            if any(is_quantized(weight) for _, weight in state_buffers.weights(module)):
-                _follow_loads(module)
-            if type(module) is torch_nn.Embedding:
-                module.__class__ = nn.Embedding
     for _, module in chosen:
         _prepare_module(module, weight_only, bool(tensor_groups) or tp_mesh is not None)
+    for module in model.modules():
+        _prepare_any(module)
     for module in (*(m for _, m in chosen), *(m for _, m, _ in further), *stateful):
         module_state.of(module).is_persistent = persistent_state
         state_buffers.link(module)
@@ -350,6 +345,27 @@ def _prepare_module(module, weight_only, is_tensor_parallel):
         how.weight_format = ops.format(local_of(getattr(module, weight_names(module)[0])))
 
 
+def _prepare_any(module):
+    """A module of any class whose own parameters are quantized, such as one that is tied to another."""
+    own = ((n, local_of(p)) for n, p in module._parameters.items() if p is not None and is_quantized(p))
+    formats = {n: ops.format(local) for n, local in own}
+    if not formats:
+        return
+    state_buffers.hand_out_masters(module)
+    if any(is_quantized(weight) for _, weight in state_buffers.weights(module)):
+        _follow_loads(module)
+    if type(module) is torch_nn.Embedding:
+        module.__class__ = nn.Embedding
+    kept = module_state.of(module)
+    kept.forget("weight_formats")
+    shown_formats.hide(module)
+    if kept.weight_format is not None:  # its forward and its extra_repr are ours
+        return
+    kept.weight_formats = formats
+    if type(module) is not nn.Embedding:
+        shown_formats.show(module)
+
+
 def _follow_loads(module):
     state_ = module_state.of(module)
     state_.add_hooks("assign", lambda: [module.register_load_state_dict_pre_hook(_quantize_on_assign)])
@@ -374,6 +390,7 @@ def forget_module(module):
         module.__class__ = torch_nn.Embedding
     elif not nn.base.is_constructed(module):
         module.__class__ = linear_subclasses.plain_class(type(module))
+    shown_formats.hide(module)
     scale_groups.forget(module)
     kept = module_state.find(module)
     kept.forget(

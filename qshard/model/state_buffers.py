@@ -34,8 +34,6 @@ def name_weight(module: torch.nn.Module, name: str) -> None:
     """One more parameter, of a module that is no linear."""
     state = module_state.of(module)
     state.weight_names = tuple(dict.fromkeys((*state.weight_names, name)))
-    format = ops.format(local_of(module._parameters[name]))
-    state.weight_formats = {**(state.weight_formats or {}), name: format}
 
 
 def link(module: torch.nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 import torch
 
-from qshard._runtime.hooks import holds_codes, local_of
 from qshard import module_state
 
 
@@ -13,12 +12,7 @@ class Embedding(torch.nn.Embedding):
     _qshard = module_state.NOTHING  # its ModuleState, as of Linear
 
     def extra_repr(self) -> str:
-        dynamic, local = self._qshard.dynamic, local_of(self.weight)
-        if dynamic is not None:
-            return f"{super().extra_repr()}, format={dynamic.format} at each use"
-        if holds_codes(local):
-            return f"{super().extra_repr()}, format={torch.ops.qshard.format(local)}"
-        return super().extra_repr()
+        return super().extra_repr() + self._qshard.shown_format(self)
 
     def __setstate__(self, state):
         super().__setstate__(state)
