@@ -288,11 +288,11 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   if (!is_quantized(self)) return false;
   TORCH_CHECK(
       is_quantized(from),
-      fmt::format("x.data = y would put a {} tensor in the place of {}; x.data.copy_(y) "
+      fmt::format("x.data = y would put a {} tensor in the place of {}. In the Trainer of "
+                  "transformers quantize by qshard.integrations.transformers.QuantizeCallback; "
+                  "elsewhere casts of accelerate and PEFT come before quantize_. x.data.copy_(y) "
                   "writes the values, and qshard.dequantize_(model) makes parameters plain; "
-                  "ZeroRedundancyOptimizer needs parameters_as_bucket_view=False; casts of "
-                  "accelerate and PEFT come before quantize_ (for the Trainer of transformers: "
-                  "qshard.integrations.transformers.QuantizeCallback)",
+                  "ZeroRedundancyOptimizer needs parameters_as_bucket_view=False",
                   describe_plain(from), describe(self)));
   return true;
 }

@@ -79,10 +79,10 @@ bool QuantizedTensorImpl::has_storage() const {
     auto meta = std::make_unique<c10::ExtraMeta>();
     meta->custom_data_ptr_error_msg_ = fmt::format(
         "qshard: Cannot access data pointer of a quantized tensor without a master: the bytes of "
-        "{} are codes and scales, not {} values. Use qshard::dequantize(tensor). Compiled code "
-        "needs that and fused optimizers (torch.optim.AdamW(..., fused=True)); accelerate's FSDP2 "
-        "needs addresses, so that quantize_ comes after its prepare() (for the Trainer of "
-        "transformers: qshard.integrations.transformers.QuantizeCallback)",
+        "{} are codes and scales, not {} values. In the Trainer of transformers quantize by "
+        "qshard.integrations.transformers.QuantizeCallback; accelerate's FSDP2 needs addresses, so "
+        "that quantize_ comes after its prepare(). Elsewhere use qshard::dequantize(tensor); "
+        "compiled code needs that and fused optimizers (torch.optim.AdamW(..., fused=True))",
         buffer_->layout().format->name, c10::toString(buffer_->dtype()));
     const_cast<QuantizedTensorImpl*>(this)->extra_meta_ = std::move(meta);
   }

@@ -100,7 +100,7 @@ def test_other_orders_and_arguments(tmp_path):
     with pytest.raises(TypeError, match="persistent_state is False"):
         QuantizeCallback(recipe, persistent_state=True)
     base = qshard.quantize_(llama().to(torch.bfloat16), recipe)
-    with pytest.raises(RuntimeError, match="PEFT come before quantize_.*QuantizeCallback"):
+    with pytest.raises(RuntimeError, match="In the Trainer.*QuantizeCallback.*PEFT come before quantize_"):
         prepare_model_for_kbit_training(base)
 
 
@@ -144,12 +144,12 @@ def test_other_orders_of_two_ranks():
     with trainers(), shared_folder() as folder:
         early = qshard.quantize_(llama().to(torch.bfloat16), recipe)
         run = trainer(folder, None, early, bf16=True, **FSDP2)
-        with pytest.raises(RuntimeError, match="casts of accelerate.*come before quantize_.*QuantizeCallback"):
+        with pytest.raises(RuntimeError, match="In the Trainer.*QuantizeCallback.*casts of accelerate.*come before quantize_"):
             run.train()
     with trainers(), shared_folder() as folder:
         base = qshard.quantize_(llama(), recipe, keep_master=False)
         run = trainer(folder, None, base, **FSDP2)
-        with pytest.raises(RuntimeError, match="without a master.*after its prepare.*QuantizeCallback"):
+        with pytest.raises(RuntimeError, match="without a master.*In the Trainer.*QuantizeCallback.*after its prepare"):
             run.train()
     with trainers(), shared_folder() as folder:
         run = trainer(folder, None, **DDP)
