@@ -17,7 +17,6 @@ from qshard.model.forward_precision import set_forward_precision
 from qshard.model.large_layers import large_enough
 from qshard.model.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.model.quantized_init import quantized_model_init
-from qshard.modules import registrations
 from qshard.ops import from_planes
 from qshard.recipes import (
     DelayedScaling,

@@ -19,6 +19,7 @@ class ModuleState:
     """Pickles of modules hold it: an attribute that is not set has the default below, and attributes only
     ever grow."""
 
+    name = ""  # of the module in the model that quantize_ was given last; copies and pickles have none
     weight_only = False  # how it multiplies, as quantize_ says
     weight_format: str | None = None  # the format of its weights; None: they are plain
     is_tensor_parallel = False  # whether quantize_ was given a tp_mesh
@@ -28,6 +29,7 @@ class ModuleState:
     weight_names: tuple[str, ...] = ()  # parameters that quantize_ chose, of a module that is no linear
     # The formats that quantize_ gave to parameters of a module with a forward of its own, for code that is traced, too.
     weight_formats: dict[str, str] | None = None
+    told: tuple[str, ...] = ()  # parameters that were quantized, and of which a warning has said that they are plain
     is_persistent = True  # whether `buffers` are in the module's state_dict
     buffers: tuple[str, ...] = ()  # names of the buffers that are linked to states of weights
     scale_group = None  # the Membership of a weight that shares its tensor scale
@@ -42,6 +44,9 @@ class ModuleState:
 
     def __init__(self):
         self.hooks = {}  # handles of hooks in the module, by what they are for
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name not in ("name", "told")}
 
     def __setstate__(self, state):
         multiplies = state.pop("multiplies", None)  # in earlier pickles an object of its own

@@ -6,10 +6,9 @@ from torch.distributed.tensor import DTensor
 
 from qshard._runtime.hooks import local_of
 from qshard._runtime.placement import with_local
-from qshard import nn
 from qshard.model import state_buffers
 from qshard.model.quantize import forget_module, is_quantized
-from qshard.module_state import dynamics_of
+from qshard.module_state import dynamics_of, find
 from qshard.modules import parameter_swap
 
 ops = torch.ops.qshard
@@ -32,7 +31,7 @@ def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
     weights = [(name, p) for name, p in model.named_parameters() if is_quantized(p)]
     for name, parameter in weights:
         parameter_swap.check(parameter, name, "qshard.dequantize_")
-    modules = [m for m in model.modules() if any(is_quantized(p) for p in _own(m))]
+    modules = [m for m in model.modules() if any(is_quantized(p) for p in _own(m)) or _was_quantized(m)]
     dynamic = [m for m, _ in dynamics_of(model)]
     for _, parameter in weights:
         parameter_swap.replace(parameter, plain(parameter))
@@ -41,6 +40,12 @@ def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
     for module in modules + dynamic:
         forget_module(module)
     return model
+
+
+def _was_quantized(module):
+    """Also of weights in whose place something put plain ones."""
+    state = find(module)
+    return state.weight_format is not None or state.weight_formats is not None
 
 
 def _own(module):

@@ -23,7 +23,7 @@ from qshard.dynamic_weights import weights as dynamic
 from qshard.experts import known
 from qshard.model import choosing, large_layers, scale_groups, state_buffers
 from qshard.model.choosing import weight_names
-from qshard.modules import parameter_swap, shown_formats
+from qshard.modules import parameter_swap, registrations, shown_formats
 from qshard.modules.outside_graphs import outside_graphs
 from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear
@@ -171,8 +171,8 @@ def quantize_(
         known.prepare(module, weight_only)
     for _, module in chosen:
         _prepare_module(module, weight_only, bool(tensor_groups) or tp_mesh is not None)
-    for module in model.modules():
-        _prepare_any(module)
+    for name, module in model.named_modules():
+        _prepare_any(module, name)
     for module in (*(m for _, m in chosen), *(m for _, m, _ in further), *stateful):
         module_state.of(module).is_persistent = persistent_state
         state_buffers.link(module)
@@ -345,7 +345,7 @@ def _prepare_module(module, weight_only, is_tensor_parallel):
         how.weight_format = ops.format(local_of(getattr(module, weight_names(module)[0])))
 
 
-def _prepare_any(module):
+def _prepare_any(module, name):
     """A module of any class whose own parameters are quantized, such as one that is tied to another."""
     own = ((n, local_of(p)) for n, p in module._parameters.items() if p is not None and is_quantized(p))
     formats = {n: ops.format(local) for n, local in own}
@@ -357,11 +357,14 @@ def _prepare_any(module):
     if type(module) is torch_nn.Embedding:
         module.__class__ = nn.Embedding
     kept = module_state.of(module)
-    kept.forget("weight_formats")
+    kept.name = name
+    kept.forget("told", "weight_formats")
+    kept.remove_hooks("use")
     shown_formats.hide(module)
     if kept.weight_format is not None:  # its forward and its extra_repr are ours
         return
     kept.weight_formats = formats
+    registrations.watch_use(module)
     if type(module) is not nn.Embedding:
         shown_formats.show(module)
 
@@ -394,9 +397,10 @@ def forget_module(module):
     scale_groups.forget(module)
     kept = module_state.find(module)
     kept.forget(
-        "is_persistent", "weight_names", "weight_formats", "weight_only", "weight_format", "is_tensor_parallel"
+        "is_persistent", "weight_names", "weight_formats", "weight_only", "weight_format", "is_tensor_parallel",
+        "name", "told",
     )
-    kept.remove_hooks("assign", "flush", "masters", "weight_only")
+    kept.remove_hooks("assign", "flush", "masters", "weight_only", "use")
     module_state.remove_if_empty(module)
 
 

@@ -1,7 +1,8 @@
 """What is put in the place of a module's quantized parameter.
 
-torch calls the hook below for `register_parameter`, and for assignments, which call that. Code that writes
-`module._parameters` itself is not seen here; a linear then says at its next use that its weight is plain.
+torch calls `watch_registration` for `register_parameter`, and for assignments, which call that. Code that writes
+`module._parameters` itself, as hooks of accelerate that offload weights do, is noticed when the module is used: by a
+forward hook before the forward of a class that is none of qshard's, and by the linears of qshard themselves.
 """
 
 import sys
@@ -11,10 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from qshard._runtime.classes import TensorState
-from qshard._runtime.hooks import holds_codes, local_of
+from qshard._runtime.hooks import has_tensor_type, holds_codes, local_of
+from qshard._runtime.library import has_key
 from qshard._runtime.patches import call
 from qshard._runtime.placement import group_names, place, with_local
-from qshard.module_state import find
+from qshard import module_state
 
 ops = torch.ops.qshard
 
@@ -50,12 +52,65 @@ def watch_registration(module, name, param):
             "replaces weights (a framework's parallelize) comes first, then qshard.quantize_(model, "
             "recipe); to mean a plain weight, call qshard.dequantize_ before"
         )
-    if find(module).weight_format is None:  # else it quantizes the weight at each use
-        warnings.warn(
-            f"qshard: {what} was quantized, and a plain parameter was assigned in its place, which is used "
-            "as it is and gathered in full; call qshard.quantize_(model, recipe) again to quantize it",
-            stacklevel=4,
-        )
+    if module_state.find(module).weight_format is None:  # else it quantizes the weight at each use, and tells then
+        _tell(module, name, stacklevel=5)
+
+
+def watch_use(module: torch.nn.Module) -> None:
+    """For a module with quantized parameters of its own and a forward that is none of qshard's, which reads whatever
+    it finds: it tells at its next use of those that are plain by then."""
+    hook = module.register_forward_pre_hook
+    module_state.of(module).add_hooks("use", lambda: [hook(_tell_of_plain)])
+
+
+def _tell_of_plain(module, *_):
+    if torch.compiler.is_dynamo_compiling():
+        sys.modules["torch._dynamo.comptime"].comptime(_tell_while_traced)
+    elif not torch.compiler.is_compiling():
+        _tell_of_each(module)
+
+
+def _tell_while_traced(context):
+    """Dynamo calls this with what it knows of the hook's variables, and traces none of it: what is traced does not say
+    whether it stands for a quantized tensor (torch/_dynamo/comptime.py)."""
+    _tell_of_each(context.get_local("module")._i_will_not_complain_if_bc_breaks_VariableTracker().value)
+
+
+def _tell_of_each(module):
+    for name in module_state.current(module).weight_formats or ():
+        if is_plain_parameter(module._parameters.get(name)):
+            _tell(module, name, stacklevel=2)
+
+
+def is_plain_parameter(parameter):
+    """Not what functional_call is given for one call, nor a fake tensor."""
+    local = local_of(parameter)
+    return isinstance(parameter, torch.nn.Parameter) and has_tensor_type(local) and not has_key(local)
+
+
+def quantized_on_use(module: torch.nn.Module, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A plain weight, or the local part of one, as an operator that quantizes it for this use is to get it. Tells of a
+    parameter. The operator would do so once in a process and without a name, and says nothing of a view."""
+    if not is_plain_parameter(module._parameters.get(name)):
+        return weight
+    _tell(module, name, stacklevel=2)
+    return weight.view_as(weight)
+
+
+def _tell(module, name, stacklevel):
+    """Once for each parameter."""
+    state = module_state.of(module)
+    if name in state.told:
+        return
+    state.told = (*state.told, name)
+    kind = type(module).__name__
+    what = f"{state.name}.{name} of a {kind}" if state.name else f"the {name} of this {kind}"
+    how = "is quantized at each use" if state.weight_format else "the forward reads as it is"
+    warnings.warn(
+        f"qshard: {what} was quantized, and a plain parameter was put in its place, which {how} and FSDP2 gathers in "
+        "full; call qshard.quantize_(model, recipe) again, or write values into the quantized parameter by copy_()",
+        stacklevel=stacklevel,
+    )
 
 
 def _hands_out(placement):

@@ -5,9 +5,11 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.library import has_key
 from qshard.module_state import NamedState
 from qshard.modules.calls import runs_as_steps
 from qshard.modules.functional import linear_under_transforms
+from qshard.modules.registrations import quantized_on_use
 from qshard.nn.parts import initial
 from qshard.nn.parts.arguments import refuse, refuse_arguments
 from qshard.nn.parts.multiply import joined
@@ -24,8 +26,11 @@ def multiply(module: torch.nn.Linear, input: torch.Tensor, how) -> torch.Tensor:
         if how.parallel is None or isinstance(input, DTensor):
             return stock.linear(module, input, how)
         weight, bias = how.parallel.weight(weight), how.parallel.bias(bias)
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return linear_under_transforms(input, weight, bias, how.weight_only, how.weight_format)
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            return linear_under_transforms(input, weight, bias, how.weight_only, how.weight_format)
+        if not has_key(weight):
+            weight = quantized_on_use(module, "weight", weight)
     return _linear(input, weight, bias, weight_only=how.weight_only, format=how.weight_format)
 
 

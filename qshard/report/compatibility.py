@@ -7,7 +7,10 @@ from torch.distributed.tensor import DTensor
 from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard.dynamic_weights.fsdp1 import prepared_units
+from qshard.model.choosing import some
+from qshard.model.state_buffers import weights
 from qshard.module_state import dynamics_of, find
+from qshard.modules.registrations import is_plain_parameter
 
 # Whose optimizers the tests run (test/python/optimizers/test_optimizers.py, test/python/clients).
 _OPTIMIZERS = (
@@ -22,7 +25,23 @@ def lines(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str
     result = [f"wrapper: {_wrapper(model)}"]
     if optimizer is not None:
         result.append(f"optimizer: {_optimizer(model, optimizer)}")
-    return [*result, f"checkpoint: {_checkpoint(model)}"]
+    result.append(f"checkpoint: {_checkpoint(model)}")
+    replaced = list(_replaced(model))
+    if replaced:
+        result.append(f"plain: {some(replaced)}, quantized before; call qshard.quantize_(model, recipe) again")
+    return result
+
+
+def _replaced(model):
+    """Names of plain parameters that something put in the place of quantized ones."""
+    for prefix, module in model.named_modules():
+        state = find(module)
+        names = state.weight_formats or ()
+        if state.weight_format is not None and state.dynamic is None:
+            names = [name for name, _ in weights(module)]
+        for name in names:
+            if is_plain_parameter(module._parameters.get(name)):
+                yield f"{prefix}.{name}".lstrip(".")
 
 
 def _wrapper(model):

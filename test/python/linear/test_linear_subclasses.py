@@ -221,7 +221,7 @@ def test_an_assigned_plain_parameter_is_warned_of():
     model = nn.ModuleList([Linear(32, 32), Scaled(32, 32), Stack()])
     qshard.quantize_(model, RECIPES["float8_blockwise"], parameter_fn=lambda _, name: "experts" in name)
     for module, name in ((model[1], "weight"), (model[2], "experts")):
-        message = re.escape(f"the {name} of this {type(module).__name__} was quantized, and a plain")
+        message = re.escape(f".{name} of a {type(module).__name__} was quantized, and a plain")
         with pytest.warns(UserWarning, match=message) as caught:
             setattr(module, name, nn.Parameter(torch.randn(32, 32)))
         assert caught[0].filename == __file__
@@ -236,7 +236,7 @@ def test_an_assigned_plain_parameter_of_a_subclass_is_quantized_at_each_use():
     weight = torch.randn(48, 32)
     model.up.weight = nn.Parameter(weight)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says so once in a process
+        warnings.simplefilter("ignore")  # it says so once
         output = model.up(X)
     twin = qshard.quantize_(mlp(plain_linear), RECIPES["float8_blockwise"]).up
     with torch.no_grad():

@@ -205,7 +205,7 @@ def assigned(model):
     ],
     ids=lambda f: f.__name__,
 )
-@pytest.mark.filterwarnings("ignore:.*plain parameter, which is quantized")
+@pytest.mark.filterwarnings("ignore:.*and a plain parameter was put in its place")
 def test_plain_weights_are_quantized_on_use(give, inference):
     model = quantized()
     weight, call = give(model)

@@ -1,8 +1,10 @@
-"""accelerate: quantize_ before and after prepare, clipping, save_state, save_model."""
+"""accelerate: quantize_ before and after prepare, clipping, save_state, save_model, CPU offload."""
+
+import warnings
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload
 from client_models import RECIPES, assert_near, batch, compiling, different, llama
 
 import qshard
@@ -75,3 +77,16 @@ def test_get_state_dict_and_save_model_are_plain(recipe, tmp_path):
     assert not different(model, plain)
     accelerator.save_model(model, str(tmp_path))
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_modules_say_that_cpu_offload_made_them_plain():
+    """Its hooks write values into module._parameters before a forward, and take them out after it."""
+    model = qshard.quantize_(llama(), RECIPES["float8_blockwise"])
+    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, qshard.nn.Linear)]
+    cpu_offload(model, torch.device("cpu"))
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(**batch(0))
+    said = [str(w.message) for w in caught if "was quantized, and a plain parameter" in str(w.message)]
+    assert len(names) > 14 and [text.split()[1] for text in said] == names
