@@ -20,20 +20,13 @@ _BEFORE_STEPS = "prepare_gradient_for_optim"  # of a handle: called on all ranks
 
 @dataclass
 class _Weight:
-    """A weight within a flat parameter: elements [start, start + rows x cols)."""
+    """A weight within a flat parameter."""
 
     dynamic: DynamicWeight
-    start: int
-    rows: int
-    cols: int
-    index: int  # among the unit's parameters
+    place: flat_parameters.Place
     sends_codes: bool
     own: torch.Tensor  # amaxes of what this rank has
     amax: torch.Tensor  # agreed on; of delayed scaling, what codes are scaled by
-
-    @property
-    def end(self):
-        return self.start + self.rows * self.cols
 
 
 class Unit:
@@ -110,8 +103,7 @@ class Unit:
             if sends_codes or dynamic.state:
                 like = ops.quantize(torch.empty(place.shape, device="meta"), dynamic.format)
                 own, amax = torch.zeros(2, ops.scale_inv(like).numel(), device=self.handle.device)
-                where = place.start, *place.shape, place.index
-                found.append(_Weight(dynamic, *where, sends_codes, own, amax))
+                found.append(_Weight(dynamic, place, sends_codes, own, amax))
                 dynamic.managed = True
         return found
 
@@ -130,9 +122,9 @@ class Unit:
         if id(self.flat) in ids:
             return True
         params = getattr(self.flat, "_params", None) or ()
-        if weight.index >= len(params):
+        if weight.place.index >= len(params):
             return False
-        param = params[weight.index]
+        param = params[weight.place.index]
         return id(param) in ids or (self.is_stepped_in_backward and bool(optimizers_in_backward(param)))
 
     def _before_steps(self, handle):
@@ -157,9 +149,10 @@ class Unit:
     def own_parts(self):
         """This rank's values of each weight, and where they begin in it."""
         shard, first = self.local_shard().detach(), self.rank * self.shard_numel
-        ranges = [flat_parameters.range_on(self.rank, self.shard_numel, w.start, w.end) for w in self.weights]
+        places = [weight.place for weight in self.weights]
+        ranges = [flat_parameters.range_on(self.rank, self.shard_numel, p.start, p.end) for p in places]
         values = [shard[begin - first : end - first] for begin, end in ranges]
-        starts = [begin - w.start if begin < end else 0 for w, (begin, end) in zip(self.weights, ranges)]
+        starts = [begin - p.start if begin < end else 0 for p, (begin, end) in zip(places, ranges)]
         return values, starts
 
     def steps(self, held):
@@ -188,8 +181,8 @@ class Unit:
         )
 
     def _sent_ranges(self):
-        places = [number for w in self.sent for number in (w.rows, w.cols, w.start)]
-        return [weight.dynamic.format for weight in self.sent], places
+        geometry = [number for w in self.sent for number in (*w.place.shape, w.place.start)]
+        return [weight.dynamic.format for weight in self.sent], geometry
 
     def message_bytes(self, dtype):
         """What each rank sends of codes, and of the rest in that dtype."""
@@ -273,7 +266,7 @@ def agree(units, occasion=Occasion.VALUES, held=(), found_inf=None):
         is_stepped = ops._agree_on_ranges(
             values,
             [weight.dynamic.format for weight in weights],
-            [number for w, start in zip(weights, starts) for number in (w.rows, w.cols, start)],
+            [number for w, start in zip(weights, starts) for number in (*w.place.shape, start)],
             [weight.own for weight in weights],
             are_known,
             [weight.amax for weight in weights],

@@ -130,38 +130,25 @@ class DynamicWeight:
 
     def linear(self, module: nn.Linear, input: torch.Tensor, how) -> torch.Tensor:
         """`how`: the ModuleState of module."""
-        weight = module.weight
+        weight, is_traced = module.weight, torch.compiler.is_compiling()
         self.prepare(module, weight)
         if self.forward_precision is not None:
             return forward_of_values.linear(input, weight, module.bias, self.format, how.weight_only)
-        if torch.compiler.is_compiling():
-            return self._linear(module, weight, input, how)
-        if torch._C._are_functorch_transforms_active():
+        if not is_traced and torch._C._are_functorch_transforms_active():
             if self.state:
                 raise NotImplementedError(
                     f"qshard.nn.Linear: {self.format} under torch.func transforms is not supported for "
                     'weights="dynamic"; use another recipe'
                 )
             return linear_under_transforms(input, weight, module.bias, how.weight_only, self.format)
-        if self.uses > 1:
-            output = ops.linear(
-                input, self._quantize(weight), module.bias, weight_only=how.weight_only
-            )
+        if self.uses > 1 and not is_traced:
+            output = ops.linear(input, self._quantize(weight), module.bias, weight_only=how.weight_only)
         else:
-            output = self._linear(module, weight, input, how)
-        if self.company is not None and not self._is_told and output.requires_grad:
+            options = {"weight_only": how.weight_only, "format": self.format, "weight_state": self.scaling}
+            output = ops.linear(input, weight, module.bias, **options)
+        if not is_traced and self.company is not None and not self._is_told and output.requires_grad:
             output.register_hook(self._note_training)
         return output
-
-    def _linear(self, module, weight, input, how):
-        return ops.linear(
-            input,
-            weight,
-            module.bias,
-            weight_only=how.weight_only,
-            format=self.format,
-            weight_state=self.scaling,
-        )
 
     def embedding(self, module: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         """A lookup of what the linears of this weight multiply by."""

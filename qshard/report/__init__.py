@@ -175,7 +175,7 @@ def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
     ranks, rank = (handle.world_size, handle.rank) if is_sent else (1, 0)
     dtype = getattr(flat, "_local_shard", flat).dtype
     gather_dtype, reduce_dtype = handle._fwd_bwd_param_dtype, handle._reduce_dtype
-    as_codes = {weight.index for weight in unit.weights if weight.sends_codes} if unit else ()
+    as_codes = {weight.place.index for weight in unit.weights if weight.sends_codes} if unit else ()
     # Each rank sends as much as the others.
     plain = numel * gather_dtype.itemsize
     message = unit.message_bytes(gather_dtype) if as_codes else plain

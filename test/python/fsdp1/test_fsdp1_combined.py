@@ -85,8 +85,8 @@ def _gather_in_full(unit, out):
     out.copy_(values)
     for weight in unit.weights:
         if weight.sends_codes:
-            place = slice(weight.start, weight.end)
-            whole = values[place].view(weight.rows, weight.cols)
+            place = slice(weight.place.start, weight.place.end)
+            whole = values[place].view(weight.place.shape)
             out[place] = shown_values(whole, weight.dynamic).flatten()
     return out
 

@@ -117,7 +117,7 @@ def run_wire(format, gather):
         unit.message_bytes(torch.bfloat16) if unit.gathers_codes else nbytes
         for unit, nbytes in zip(units, plain)
     ]
-    codes = [sum(w.rows * w.cols for w in unit.weights if w.sends_codes) for unit in units]
+    codes = [sum(w.place.numel for w in unit.weights if w.sends_codes) for unit in units]
     numels = [unit.shard_numel * dist.get_world_size() for unit in units]
     # The root is gathered once, blocks in forward and in backward.
     assert sorted(sent) == sorted([*(-(-n // 16) * 16 for n in [*expected, *expected[1:]])])

@@ -159,7 +159,7 @@ def check_gathers(model):
     with FSDP.summon_full_params(model):
         for unit in module_state.of(model).fsdp1.units:
             for weight in unit.weights:
-                info = unit.flat._param_infos[weight.index]
+                info = unit.flat._param_infos[weight.place.index]
                 value = getattr(info.module, info.param_name).detach().clone()
                 values[id(weight)] = value
     checked = 0
@@ -176,7 +176,7 @@ def check_gathers(model):
         for weight in unit.weights:
             if weight.sends_codes:
                 shown = shown_values(values[id(weight)], weight.dynamic, dtype)
-                expected[weight.start : weight.end] = shown.flatten()
+                expected[weight.place.start : weight.place.end] = shown.flatten()
                 checked += 1
         assert torch.equal(out, expected), "gathered values"
     return checked
