@@ -79,7 +79,8 @@ def test_quantize_input_packs_them(format, device):
     x = odd_values(200, 300).to(device)
     q, name = ops.quantize(x, WHOLE_ROWS), emulated(format)
     rows, columns = ops.quantize_input(q, name, True, True)
-    assert_same(rows, ops.quantize_input(ops.dequantize(q), name, True, False)[0])
+    of_rows = 208 * 304 + 4 * (208 if format == "float8_rowwise" else 1)  # bytes behind stay unwritten
+    assert_same(rows[:of_rows], ops.quantize_input(ops.dequantize(q), name, True, False)[0][:of_rows])
     saved = ops.linear_forward(q, matrix(16, 300, name, device).detach(), None, True)[1]
     assert_same(columns[: 304 * 256 + 4], saved[: 304 * 256 + 4])
     assert_same(ops.quantize_input(q, name, False, True)[1][: 304 * 256 + 4], saved[: 304 * 256 + 4])
@@ -182,7 +183,7 @@ def test_hopper_has_the_bits_of_the_cpu(shape, dtype, format):
     (m, k), n = shape, 64
     generator = torch.Generator().manual_seed(m)
     x, grad, weight = (torch.randint(-1, 2, size, generator=generator).float() for size in ((m, k), (m, n), (n, k)))
-    x, grad = (t * 2.0 ** torch.randint(-1, 1 + i, (m, 1), generator=generator) for i, t in enumerate((grad, x), 1))
+    x, grad = (t * 2.0 ** torch.randint(-1, 1 + i, (m, 1), generator=generator) for i, t in enumerate((x, grad), 1))
     x[5] = 0
     found = []
     for device, name in (("cpu", emulated(format)), ("cuda", format)):
