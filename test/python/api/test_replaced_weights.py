@@ -1,5 +1,5 @@
-"""Plain parameters that code writes into `module._parameters` in the place of quantized ones: each module tells of them by
-its name at its next use, whatever its class, and qshard.report lists them."""
+"""Plain parameters that code writes into `module._parameters` in the place of quantized ones: each module, whatever its
+class, tells of them by its name at its next use, and qshard.report lists them."""
 
 import copy
 import pickle
