@@ -1,4 +1,4 @@
-// Hopper's grouped GEMM of FP8 codes in blocks: one launch for all groups, whose ends stay on the
+// Hopper's GEMM of FP8 codes, for many groups or one: one launch for all, whose ends stay on the
 // device. Plain memory: no torch.
 #pragma once
 
