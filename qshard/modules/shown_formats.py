@@ -1,5 +1,6 @@
 """What print(model) shows of a module with a class of a user's, whose own parameters are quantized."""
 
+import inspect
 import weakref
 
 from torch import nn
@@ -16,8 +17,12 @@ class ExtraRepr:
         self.of_user = module.__dict__.get("extra_repr")  # set on the module itself
 
     def __call__(self) -> str:
-        module = self.module()
-        own = type(module).extra_repr(module) if self.of_user is None else self.of_user()
+        module, own = self.module(), self.of_user
+        if module is None:  # a shallow copy of it is shown, as copy.copy makes them
+            return own() if own is not None else ""
+        if own is None:  # that of the class, which may be a static method
+            own = inspect.getattr_static(type(module), "extra_repr").__get__(module, type(module))
+        own = own()
         shown = module_state.find(module).shown_format(module)
         return own + shown if own else shown.removeprefix(", ")
 
@@ -25,7 +30,8 @@ class ExtraRepr:
         return {"module": self.module(), "of_user": self.of_user}
 
     def __setstate__(self, state):
-        self.__dict__.update(state, module=weakref.ref(state["module"]))
+        module = state["module"]
+        self.__dict__.update(state, module=weakref.ref(module) if module is not None else lambda: None)
 
 
 def show(module: nn.Module) -> None:

@@ -52,6 +52,31 @@ def test_print_calls_what_a_user_has_set_on_the_module():
     assert model[4].extra_repr is own and shown(model)[4] == "Matrix(mine)"
 
 
+class Static(Matrix):
+    @staticmethod
+    def extra_repr():
+        return "static"
+
+
+class OfClass(Matrix):
+    @classmethod
+    def extra_repr(cls):
+        return cls.__name__
+
+
+@pytest.mark.parametrize("kind, own", [(Static, "static"), (OfClass, "OfClass")])
+def test_print_calls_methods_without_a_module(kind, own):
+    assert shown(quantize(nn.Sequential(kind()))) == [f"{kind.__name__}({own}, format=float8_blockwise)"]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, lambda m: copy.deepcopy(copy.copy(m)), lambda m: pickle.loads(pickle.dumps(copy.copy(m)))]
+)
+def test_shallow_copies_are_shown_when_the_module_is_gone(copied):
+    copy_ = copied(quantize(plain())[4])
+    assert repr(copy_) == "Matrix()"
+
+
 class Table(nn.Embedding):
     """Has a forward of its own."""
 
