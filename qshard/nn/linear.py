@@ -157,6 +157,8 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         if residual is not None:
             return residual + self(input)
         state = self._qshard
+        if state.weight_format is None:  # after dequantize_, where FSDP2 or a parametrization made a class of this one
+            return torch.nn.functional.linear(input, self.weight, self.bias)
         if state.dynamic is not None:
             return state.dynamic.linear(self, input, state)
         return multiply(self, input, state)

@@ -109,6 +109,24 @@ def test_under_fully_shard(format, keep_master):
         qshard.dequantize_(model)
 
 
+class Same(nn.Module):
+    def forward(self, weight):
+        return weight + 0
+
+
+@on_ranks(2, devices=("cpu",))
+def test_linears_of_which_a_library_has_made_a_class():
+    """Their class stays a subclass of qshard's linear, which then computes what a plain one does."""
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    sharded, parametrized = (qshard.quantize_(mlp(), RECIPE, keep_master=True) for _ in range(2))
+    for module in (sharded[0], sharded):
+        fully_shard(module, mesh=full_mesh())
+    nn.utils.parametrize.register_parametrization(parametrized[0], "weight", Same())
+    for model in (sharded, parametrized):
+        qshard.dequantize_(model)
+        assert torch.equal(model(x), mlp()(x))
+
+
 # ------------------------------------------------------------------------- what quantize_ says
 
 
