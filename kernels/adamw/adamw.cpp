@@ -51,7 +51,8 @@ void fused_adamw_cpu(std::span<const AdamWTask> tasks, const AdamWOptions& optio
 
 StepQuantizes step_quantizes(const Layout& layout) {
   const Format& format = *layout.format;
-  if (format.columnwise) return StepQuantizes::kSkip;  // no step writes two images
+  // No step writes two images, nor rows of activations.
+  if (format.columnwise || format.has_rows_of_their_own()) return StepQuantizes::kSkip;
   // A scale of whole rows or of the matrix spans tiles: no pass over one has seen its amax.
   const bool is_wide = format.has_tensor_scale() || format.scale.is_of_row();
   // Stochastic rounding draws its words when ranks have agreed on their count.

@@ -125,7 +125,7 @@ cudaError_t launch_adamw(const AdamWRowScaledBatch& batch, StepQuantizes quantiz
       const auto kernel = adamw_quantize<Kind, decltype(value)>;
       return to_codes ? launch(kernel, batch, parameters, stream) : cudaErrorInvalidValue;
     } else {
-      return cudaErrorInvalidValue;  // these weights have a second image
+      return cudaErrorInvalidValue;  // step_quantizes() says kSkip of them
     }
   });
 }

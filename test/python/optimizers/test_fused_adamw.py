@@ -224,6 +224,17 @@ def test_lists_of_all_kinds(device):
 
 
 @on_devices
+@pytest.mark.parametrize("fmt", ["float8_1x128", "float8_1xK", "mxfp8_1x32[rowwise]"])
+def test_rows_of_activations_take_torchs_step(fmt, device):
+    """No kernel makes their codes in the step."""
+    steps = Steps(quantized(fmt, device))
+    with all_fallbacks() as fallbacks:
+        steps.run()
+    assert fallbacks["aten::_fused_adamw_"] == 1
+    steps.check()
+
+
+@on_devices
 @formats
 def test_without_a_master_steps_stay_as_they_were(fmt, device):
     steps = Steps(quantized(fmt, device, keep_master=False))
