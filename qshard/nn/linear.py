@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.hooks import has_tensor_type
 from qshard._runtime.library import has_key
 from qshard.module_state import NamedState
 from qshard.modules.calls import runs_as_steps
@@ -29,7 +30,7 @@ def multiply(module: torch.nn.Linear, input: torch.Tensor, how) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active():
             return linear_under_transforms(input, weight, bias, how.weight_only, how.weight_format)
-        if not has_key(weight):
+        if has_tensor_type(weight) and not has_key(weight):  # fx traces with what is no tensor
             weight = quantized_on_use(module, "weight", weight)
     return _linear(input, weight, bias, weight_only=how.weight_only, format=how.weight_format)
 

@@ -77,6 +77,12 @@ def test_what_is_given_for_one_call_is_not_told_of():
     assert not said_by(lambda: model(X))
 
 
+def test_fx_traces_linears():
+    """With proxies in the place of weights."""
+    model = quantize(plain())[:2]
+    assert torch.equal(torch.fx.symbolic_trace(model)(X), model(X))
+
+
 def test_compiled_code_tells_when_it_is_traced():
     torch._dynamo.reset()
     model = quantize(plain())
