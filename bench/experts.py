@@ -113,17 +113,17 @@ def randn(*shape):
     return torch.randn(*shape, device="cuda", dtype=BF16)
 
 
-def cublaslt_per_expert(x, weight, rows, n, k):
-    """Calls of torch._scaled_mm, which knows blocks by the shapes and strides of scales."""
-    blocks = ceil_div(k, 128)
+def cublaslt(a, b):
+    """A call of torch._scaled_mm, which knows blocks by the shapes and strides of scales."""
+    blocks = b[1].shape[1]
+    scales = F.pad(b[1], (0, -blocks % 4))[:, :blocks].t()
+    return lambda: torch._scaled_mm(a[0], b[0].t(), a[1].t(), scales, out_dtype=BF16)
 
+
+def cublaslt_per_expert(x, weight, rows):
     def of_one(expert):
         own = slice(expert * rows, (expert + 1) * rows)
-        scales = torch.nn.functional.pad(weight[1][expert], (0, -blocks % 4))[:, :blocks].t()
-        a_scales = x[1][:, own].contiguous().t()
-        return lambda: torch._scaled_mm(
-            x[0][own], weight[0][expert].t(), a_scales, scales, out_dtype=BF16
-        )
+        return cublaslt((x[0][own], x[1][:, own].contiguous()), (weight[0][expert], weight[1][expert]))
 
     calls = [of_one(expert) for expert in range(weight[0].shape[0])]
     return lambda: [call() for call in calls]
@@ -156,7 +156,7 @@ def forward(shape) -> Iterator[Row]:
         "rowwise": lambda: torch._scaled_grouped_mm(
             of_x[0], of_weight[0].transpose(1, 2), *ones, offs, out_dtype=BF16, use_fast_accum=True
         ),
-        "cuBLASLt per expert": cublaslt_per_expert(of_x, of_weight, rows, n, k),
+        "cuBLASLt per expert": cublaslt_per_expert(of_x, of_weight, rows),
     })  # fmt: skip
     yield from rows_of("forward", shape, times, ("bf16", "rowwise", "cuBLASLt per expert"))
 
@@ -295,11 +295,6 @@ def dense(shape) -> Iterator[Row]:
     stack = codes[None], scales[None]
     columns, squares = by_rows(gradient.t().contiguous()), by_squares(x.t().contiguous())
     transposed = codes.view(torch.uint8).t().contiguous().view(E4M3), scales.t().contiguous()
-
-    def cublaslt(a, b):
-        blocks = b[1].shape[1]
-        of_b = F.pad(b[1], (0, -blocks % 4))[:, :blocks].t()
-        return lambda: torch._scaled_mm(a[0], b[0].t(), a[1].t(), of_b, out_dtype=BF16)
 
     times = burst_times({
         "forward": lambda: ops._grouped_gemm(*of_x, *stack, offs),

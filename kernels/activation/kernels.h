@@ -88,7 +88,7 @@ cudaError_t launch_repack_groups(const CodedRows& rows, const ActivationTask& ta
 struct LargestScales {
   int32_t* largest = nullptr;  // (groups,), device memory
   int64_t groups = 1;
-  const RowTile* tiles = nullptr;  // of the groups; null: all rows are one
+  const RowTile* tiles = nullptr;  // the groups' tiles of rows; null: all rows form one group
   int64_t tile_count = 0;
   int64_t scales = 1;  // how many scale_inv_t has: `groups`, or all alike
 };
@@ -151,11 +151,9 @@ cudaError_t launch_quantize_activation_by_previous(const ActivationTask& task,
                                                    cudaStream_t stream);
 
 /// out (cols, ld_out)[c][r] = in (rows, ld_in)[r][c]. rows, cols, ld_in, ld_out are multiples of 16
-/// and both pointers 16-byte aligned. So for each of up to 65,535 `matrices`, which follow each
-/// other in both.
+/// and both pointers 16-byte aligned.
 cudaError_t launch_transpose_codes(const uint8_t* in, int64_t rows, int64_t cols, int64_t ld_in,
-                                   uint8_t* out, int64_t ld_out, cudaStream_t stream,
-                                   int64_t matrices = 1);
+                                   uint8_t* out, int64_t ld_out, cudaStream_t stream);
 
 /// Copies scales of 128x128 blocks into the layout of cuBLASLt's BLK128x128_32F: the blocks along
 /// the contraction run fastest, padded to a multiple of 4 with zeros. `grid` is (row_blocks,

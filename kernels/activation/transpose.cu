@@ -13,8 +13,6 @@ __global__ void __launch_bounds__(kThreads) transpose(const uint8_t* in, int64_t
   __shared__ uint2 transposed[kTile][kChunks];
   const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
-  in += blockIdx.z * rows * ld_in;
-  out += blockIdx.z * cols * ld_out;
   // A thread transposes 8 rows x 8 columns.
   const int row = static_cast<int>(threadIdx.x) / kChunks * 8;
   const int col = static_cast<int>(threadIdx.x) % kChunks * 8;
@@ -66,12 +64,10 @@ __global__ void gemm_block_scales(const float* grid, int row_blocks, int col_blo
 }  // namespace
 
 cudaError_t launch_transpose_codes(const uint8_t* in, int64_t rows, int64_t cols, int64_t ld_in,
-                                   uint8_t* out, int64_t ld_out, cudaStream_t stream,
-                                   int64_t matrices) {
-  if (rows == 0 || cols == 0 || matrices == 0) return cudaSuccess;
+                                   uint8_t* out, int64_t ld_out, cudaStream_t stream) {
+  if (rows == 0 || cols == 0) return cudaSuccess;
   const dim3 blocks(static_cast<unsigned>((cols + kTile - 1) / kTile),
-                    static_cast<unsigned>((rows + kTile - 1) / kTile),
-                    static_cast<unsigned>(matrices));
+                    static_cast<unsigned>((rows + kTile - 1) / kTile));
   transpose<<<blocks, kThreads, 0, stream>>>(in, rows, cols, ld_in, out, ld_out);
   return cudaGetLastError();
 }

@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "kernels/activation/kernels.h"
 #include "kernels/device/check_launch.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/format/layout.h"

@@ -31,9 +31,10 @@ ScaledOperand columns_of(const QuantizedMatrix& matrix) {
 struct WeightScales {
   at::Tensor buffer;
   const float* scale_inv = nullptr;
+  ScaleMode mode;
 };
 
-// `met`: how the scales lie of the rows that it meets.
+// `met`: the scales of the rows that the weight is multiplied with. One for each row meets as many.
 WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows, ScaleMode met) {
   const RowImage& rows = weight.row_image();
   const Layout& layout = rows.layout;
@@ -45,7 +46,9 @@ WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows, Sc
   WeightScales scales;
   scales.scale_inv = grid;
   const ScaleMode mode = layout.format->gemm.scale_mode;
-  if (mode == ScaleMode::kTensor && met == ScaleMode::kRow) {  // as many as there are rows
+  scales.mode = mode;
+  if (mode == ScaleMode::kTensor && met == ScaleMode::kRow) {
+    scales.mode = met;
     const int64_t count = contract_rows ? round_up(layout.cols, 16) : weight.rows;
     scales.buffer = rows.grid.operand().view({-1}).narrow(0, first, 1).repeat({count});
     scales.scale_inv = scales.buffer.const_data_ptr<float>();
@@ -79,8 +82,7 @@ WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows, Sc
   return scales;
 }
 
-ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& scales,
-                          ScaleMode met) {
+ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& scales) {
   const RowImage& rows = weight.row_image();
   const Layout& layout = rows.layout;
   ScaledOperand operand;
@@ -89,7 +91,7 @@ ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& sca
   operand.rows = weight.rows;
   operand.ld = layout.row_bytes();
   operand.dtype = layout.format->code_dtype;
-  operand.scale_mode = met == ScaleMode::kRow ? met : layout.format->gemm.scale_mode;
+  operand.scale_mode = scales.mode;
   operand.scale_inv = scales.scale_inv;
   return operand;
 }
@@ -184,7 +186,7 @@ at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
   const ScaledOperand rows = rows_of(x);
   const auto scales = weight_scales(weight, /*contract_rows=*/false, rows.scale_mode);
   const int64_t k = round_up(weight.cols, 16);
-  ScaledGemm gemm{rows, weight_rows(weight, scales, rows.scale_mode), k};
+  ScaledGemm gemm{rows, weight_rows(weight, scales), k};
   // As other FP8 recipes do: the sum is rounded to 16 bits anyway. An fp32 output would show it.
   gemm.fast_accumulate = gemm.b.scale_mode == ScaleMode::kTensor &&
                          c10::typeMetaToScalarType(options.dtype()) != at::kFloat;
@@ -195,7 +197,7 @@ at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& we
                           const at::TensorOptions& options, const at::Tensor& sum) {
   const ScaledOperand rows = rows_of(grad);
   const auto scales = weight_scales(weight, /*contract_rows=*/true, rows.scale_mode);
-  ScaledOperand operand = weight_rows(weight, scales, rows.scale_mode);
+  ScaledOperand operand = weight_rows(weight, scales);
   const int64_t n = weight.rows;
   const int64_t k = round_up(weight.cols, 16);
   const at::Tensor transposed = empty_bytes(k * n, weight.row_image().image.device());
