@@ -19,7 +19,7 @@ class ModuleState:
     """Pickles of modules hold it: an attribute that is not set has the default below, and attributes only
     ever grow."""
 
-    name = ""  # of the module in the model that quantize_ was given last; copies and pickles have none
+    name = ""  # the module's name in the model that quantize_ was given last; pickles and copies do not keep it
     weight_only = False  # how it multiplies, as quantize_ says
     weight_format: str | None = None  # the format of its weights; None: they are plain
     is_tensor_parallel = False  # whether quantize_ was given a tp_mesh

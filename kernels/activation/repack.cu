@@ -157,7 +157,7 @@ __device__ __forceinline__ bool has_code(const uint8_t* codes, int64_t count) {
   return false;
 }
 
-constexpr int kScaleRows = 16;  // of a CUDA block: two for each warp
+constexpr int kScaleRows = 16;  // a CUDA block reads as many rows, each of its warps two
 constexpr int kScaleParts = kTile / kScaleRows;
 
 /// The tile of rows that a CUDA block has.

@@ -9,7 +9,8 @@ namespace qshard::cuda {
 namespace {
 
 constexpr int64_t kDepth = 128;
-constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200; taller tiles would leave some idle
+// An H100 or H200 has as many; fewer tiles than that would leave some of them idle.
+constexpr int64_t kMultiprocessors = 132;
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
@@ -28,7 +29,7 @@ EncodeTiled encode_tiled() {
 
 /// Where matrices lie, one after the other, and the box of one of them that a copy takes.
 struct Boxes {
-  int64_t rows;  // of one matrix
+  int64_t rows;  // each matrix has as many
   int64_t columns;
   int64_t row_bytes;
   int64_t matrices;  // 0: the map has no such dimension

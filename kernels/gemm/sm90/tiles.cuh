@@ -10,7 +10,7 @@ namespace qshard::cuda {
 /// One tile of D, and which products it sums.
 struct TileWork {
   int a_row;     // the tile's first row, in A
-  int matrix;    // of B
+  int matrix;    // the one of B that it multiplies
   int d_row;     // the tile's first row, in D
   int column;    // its first in D
   int rows;      // that D has of it: no more are stored

@@ -44,7 +44,7 @@ class Matrix(nn.Module):
 
 
 CLASSES = (nn.Linear, Bare, Scaled, Stack, Matrix)
-NAMES = ("weight", "weight", "weight", "experts", "matrix")  # of what is quantized
+NAMES = ("weight", "weight", "weight", "experts", "matrix")  # each model's quantized parameter
 
 
 def plain():
